@@ -1,0 +1,1 @@
+"""The data mix layer: sources, document identity, influence, tiers, the shard pool."""

@@ -1,0 +1,248 @@
+"""The job that writes tokenised documents into the pool of shards, and a view for each tier.
+
+Shards are named by their content and never rewritten. Each holds documents of one tier and one origin, in order of their score, so that a threshold that moves
+re-assigns whole shards. The text stays in its source.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from manifests.catalog import Catalog
+from manifests.errors import UserError
+from manifests.jobs import Job, Report, make_job, report_nothing
+from manifests.mds import encode_shard, index_json, object_path
+from manifests.schemas import TIERS
+from manifests.store import Store
+from pipeline.texts import read_texts
+from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+HOLDOUT = "holdout"
+_BAND_DOCUMENTS = 50_000
+_BATCH_DOCUMENTS = 1_000
+_SHARD_OVERHEAD = 28
+"""Bytes that a document takes in a shard beside its tokens: an offset, two sizes, its id."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardConfig:
+    """What decides the shards' content."""
+
+    tier_version: int | None = None
+    """Tier version that views are written of; None: the newest."""
+    shard_bytes: int = 1 << 20
+    """Largest uncompressed size of a shard; a document that is larger alone gets a shard of its own."""
+    zstd_level: int = 3
+    tokenizer: str | None = None
+    """Id of the store's tokenizer; None: the only one."""
+
+    def __post_init__(self) -> None:
+        if not 1 << 10 <= self.shard_bytes < 1 << 32:
+            raise UserError(f"shard size {self.shard_bytes}: it must lie between 1 KiB and 4 GiB")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Band:
+    """Documents that are sharded together: one tier, one origin, neighbours in score."""
+
+    tier: str
+    origin: str
+    doc_ids: pa.ChunkedArray
+    scores: list[float | None]
+
+
+def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing) -> dict[str, Any]:
+    """Tokenises the documents of a tier version and its holdout, writes the shards that are missing, and commits a view for each tier.
+
+    Returns:
+        The summary: tier_version, pool, shards, bytes, and tiers with documents and tokens; `already_done` where it was.
+
+    Raises:
+        UserError: no such tier version, or no tokenizer.
+        Failure: a source has changed or gone.
+    """
+    catalog = Catalog(store)
+    tier_version = _tier_version(catalog, config.tier_version)
+    tokenizer = load_tokenizer(store, catalog, config.tokenizer)
+    pool = f"{tokenizer.id[:16]}-{np.dtype(tokenizer.token_dtype).name}"
+    job = make_job(
+        store,
+        "shard",
+        config=asdict(config) | {"tier_version": tier_version, "tokenizer": tokenizer.id},
+        inputs={
+            "documents": [r["job"] for r in catalog.rows("SELECT job FROM jobs WHERE kind = 'ingest' ORDER BY job")]
+        },
+    )
+    done = job.summary()
+    if done is not None:
+        return done | {"already_done": True}
+    bands = list(_bands(catalog, tier_version))
+    total = sum(len(band.scores) for band in bands)
+    sharded = 0
+    for part, band in enumerate(bands, start=1):
+        if not job.has_part("shard_index", part):
+            _write_band(job, catalog, tokenizer, pool, band, part=part, config=config)
+        sharded += len(band.scores)
+        report("documents sharded", sharded, total)
+    tiers = _write_views(job, tier_version, pool)
+    if not catalog.rows("SELECT 1 FROM pools WHERE pool = ?", [pool]):
+        row = {
+            "pool": pool,
+            "tokenizer": tokenizer.id,
+            "token_dtype": np.dtype(tokenizer.token_dtype).name,
+            "job": job.id,
+        }
+        job.append("pools", [row], part=1)
+    summary = {
+        "tier_version": tier_version,
+        "pool": pool,
+        "shards": sum(tier["shards"] for tier in tiers.values()),
+        "documents": sum(tier["documents"] for tier in tiers.values()),
+        "tokens": sum(tier["tokens"] for tier in tiers.values()),
+        "zip_bytes": sum(tier["zip_bytes"] for tier in tiers.values()),
+        "tiers": tiers,
+    }
+    job.commit(summary)
+    return summary
+
+
+def _tier_version(catalog: Catalog, wanted: int | None) -> int:
+    versions = [row["tier_version"] for row in catalog.rows("SELECT tier_version FROM tier_versions ORDER BY 1")]
+    if not versions:
+        raise UserError(f"{catalog.store.uri} has no tiers; run `atoll score`, then `atoll tier`")
+    if wanted is not None and wanted not in versions:
+        raise UserError(f"no tier version {wanted}; there are {', '.join(map(str, versions))}")
+    return wanted if wanted is not None else versions[-1]
+
+
+def _bands(catalog: Catalog, tier_version: int) -> Iterator[Band]:
+    """The tier version's documents and the holdout's, highest score first, cut into pieces that memory holds at ease."""
+    for tier in TIERS:
+        for origin in ("real", "synthetic"):
+            yield from _cut(
+                tier,
+                origin,
+                catalog.query(
+                    "SELECT doc_id, t.score FROM tiers AS t JOIN documents USING (doc_id) "
+                    "WHERE tier_version = ? AND t.tier = ? AND origin = ? ORDER BY t.score DESC, doc_id",
+                    [tier_version, tier, origin],
+                ),
+            )
+    holdout = "SELECT doc_id, NULL::DOUBLE AS score FROM documents WHERE split = 'holdout' ORDER BY doc_id"
+    yield from _cut(HOLDOUT, "real", catalog.query(holdout))
+
+
+def _cut(tier: str, origin: str, rows: pa.Table) -> Iterator[Band]:
+    for start in range(0, rows.num_rows, _BAND_DOCUMENTS):
+        piece = rows.slice(start, _BAND_DOCUMENTS)
+        yield Band(tier=tier, origin=origin, doc_ids=piece["doc_id"], scores=piece["score"].to_pylist())
+
+
+def _write_band(
+    job: Job, catalog: Catalog, tokenizer: LoadedTokenizer, pool: str, band: Band, *, part: int, config: ShardConfig
+) -> None:
+    tokens = _tokenise(catalog, tokenizer, band)
+    scores = dict(zip(band.doc_ids.to_pylist(), band.scores, strict=True))
+    places: list[dict[str, Any]] = []
+    index: list[dict[str, Any]] = []
+    for ids in _fill_shards(band.doc_ids.to_pylist(), tokens, config.shard_bytes):
+        encoded = encode_shard(ids, [tokens[i] for i in ids], level=config.zstd_level)
+        job.store.put_content(object_path(encoded.name), encoded.data)
+        counts = [len(tokens[i]) for i in ids]
+        known = [score for i in ids if (score := scores[i]) is not None]
+        common = {"pool": pool, "shard": encoded.name, "job": job.id}
+        places += [
+            common | {"position": position, "doc_id": doc_id, "tokens": count}
+            for position, (doc_id, count) in enumerate(zip(ids, counts, strict=True))
+        ]
+        index.append(
+            common
+            | {
+                "origin": band.origin,
+                "entry": json.dumps(encoded.entry, sort_keys=True),
+                "documents": len(ids),
+                "tokens": sum(counts),
+                "raw_bytes": encoded.raw_bytes,
+                "zip_bytes": len(encoded.data),
+                "score_low": min(known, default=0.0),
+                "score_high": max(known, default=0.0),
+                "tier": band.tier,
+            }
+        )
+    job.append("shards", places, part=part)
+    job.append("shard_index", index, part=part)
+
+
+def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[bytes, np.ndarray]:
+    """Tokens of every document of a band, the end-of-document token included."""
+    tokens: dict[bytes, np.ndarray] = {}
+    batch: list[tuple[bytes, str]] = []
+
+    def encode() -> None:
+        ids, texts = [i for i, _ in batch], [text for _, text in batch]
+        tokens.update(zip(ids, tokenizer.encode_batch(texts), strict=True))
+        batch.clear()
+
+    for doc_id, text in read_texts(catalog, doc_ids=band.doc_ids):
+        batch.append((doc_id, text))
+        if len(batch) == _BATCH_DOCUMENTS:
+            encode()
+    if batch:
+        encode()
+    return tokens
+
+
+def _fill_shards(doc_ids: Sequence[bytes], tokens: dict[bytes, np.ndarray], shard_bytes: int) -> Iterator[list[bytes]]:
+    shard: list[bytes] = []
+    size = 0
+    for doc_id in doc_ids:
+        added = tokens[doc_id].nbytes + _SHARD_OVERHEAD
+        if shard and size + added > shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(doc_id)
+        size += added
+    if shard:
+        yield shard
+
+
+def _write_views(job: Job, tier_version: int, pool: str) -> dict[str, dict[str, int]]:
+    """Writes each tier's index.json and its row; a tier without documents gets none."""
+    written = Catalog(job.store).rows(
+        "SELECT tier, entry, documents, tokens, zip_bytes FROM raw.shard_index WHERE job = ? ORDER BY score_high DESC, shard",
+        [job.id],
+    )
+    tiers: dict[str, dict[str, int]] = {}
+    rows = []
+    for tier in (*TIERS, HOLDOUT):
+        shards = [row for row in written if row["tier"] == tier]
+        sums = {name: sum(row[name] for row in shards) for name in ("documents", "tokens", "zip_bytes")}
+        tiers[tier] = {"shards": len(shards)} | sums
+        if not shards:
+            continue
+        index = index_json([json.loads(row["entry"]) for row in shards])
+        path = f"views/{tier_version:06d}/{pool}/{tier}-{xxhash.xxh3_128_hexdigest(index)}/index.json"
+        job.store.put_content(path, index)
+        rows.append(
+            {
+                "tier_version": tier_version,
+                "pool": pool,
+                "tier": tier,
+                "object": path,
+                "shards": len(shards),
+                "documents": sums["documents"],
+                "tokens": sums["tokens"],
+                "job": job.id,
+            }
+        )
+    job.append("views", rows, part=1)
+    return tiers

@@ -1,0 +1,1 @@
+"""Benchmarks, run by hand: `python -m tools.bench.NAME`. Their results stand in docs/results/."""

@@ -1,0 +1,541 @@
+"""The `atoll` command: a thin layer over the packages. Heavy imports (torch, datasets, transformers) happen inside the commands that need them.
+
+Errors of ours become one line on stderr: exit code 2 for what the user can mend, 1 for work that failed, 130 for an interrupt.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+import typer.exceptions
+
+from manifests.errors import AtollError, UserError
+from tools.output import STDERR, Format, print_answer
+
+if TYPE_CHECKING:
+    from manifests.catalog import Catalog
+    from manifests.store import Store
+
+DATA, TRAIN, ASK = "Data: from text to tiers and shards", "Training: islands and rollback", "Asking: SQL and reports"
+
+app = typer.Typer(
+    name="atoll",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="A training mix that steers itself: influence tiers, a mix for each island, checkpoints that know their data.",
+    epilog="Start with: atoll demo",
+)
+rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
+app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store", envvar="ATOLL_STORE", help="Where everything lies: a folder, or s3://, gs://, az:// and a prefix."
+    ),
+]
+RunOption = Annotated[str, typer.Option("--run", help="Name of the run.")]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is printed.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
+]
+DEFAULT_STORE = "atoll-store"
+
+
+@app.command(rich_help_panel=DATA)
+def ingest(
+    source: Annotated[str, typer.Argument(help="A file, a folder, a glob, or the name of a data set for --format datasets.")],
+    corpus: Annotated[str, typer.Option(help="Name of the corpus that the documents belong to.")],
+    format_: Annotated[
+        str, typer.Option("--format", help="parquet, jsonl, finephrase, cosmopedia or datasets.")
+    ] = "parquet",
+    store: StoreOption = DEFAULT_STORE,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=COLUMN: where text, license, prompt, generator, access, label, tokens … stand; repeat it."),
+    ] = None,
+    origin: Annotated[
+        str | None, typer.Option(help="real or synthetic; real where not said, finephrase and cosmopedia are synthetic.")
+    ] = None,
+    license_: Annotated[
+        str | None, typer.Option("--license", help="Licence of documents that name none; `unknown` by default.")
+    ] = None,
+    access: Annotated[str, typer.Option(help="Policy label of documents that have none.")] = "public",
+    generator: Annotated[str | None, typer.Option(help="What wrote the synthetic documents.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="Kind of the synthetic documents: faq, math, table, tutorial, …")] = None,
+    split: Annotated[str, typer.Option(help="Split of a --format datasets source.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Configuration of a --format datasets source, as `faq`.")] = None,
+    holdout_share: Annotated[float, typer.Option(help="Share of the real documents kept aside as the holdout.")] = 0.02,
+) -> None:
+    """Read documents into the store; makes the store where there is none.
+
+    Example: atoll ingest wiki.parquet --corpus wikipedia --license CC-BY-SA-4.0
+    """
+    from manifests.tables import create_store
+    from pipeline.ingest import ingest as run_ingest
+    from pipeline.sources import SourceSpec
+    from tools.progress import progress_report
+
+    spec = SourceSpec(
+        uri=source,
+        format=format_,
+        corpus=corpus,
+        columns=_pairs(column or []),
+        origin=origin,
+        license=license_,
+        access=access,
+        generator=generator,
+        prompt=prompt,
+        split=split,
+        subset=subset,
+    )
+    with progress_report() as report:
+        summary = run_ingest(create_store(store), [spec], holdout_share=holdout_share, report=report)
+    _print_summary(summary)
+
+
+@app.command(rich_help_panel=DATA)
+def tokenizer(
+    store: StoreOption = DEFAULT_STORE,
+    vocab_size: Annotated[int, typer.Option(help="Tokens of a byte-level BPE trained on the store's documents.")] = 4096,
+    adopt: Annotated[
+        str | None, typer.Option(help="Take a tokenizer.json, a local model folder, or a name on the Hugging Face hub instead.")
+    ] = None,
+) -> None:
+    """Train a tokenizer on the documents, or adopt one.
+
+    Example: atoll tokenizer --vocab-size 4096
+    """
+    from manifests.catalog import Catalog
+    from pipeline.tokenizer import adopt_tokenizer, train_tokenizer
+    from tools.progress import progress_report
+
+    opened = _open(store)
+    if adopt is not None:
+        identity = adopt_tokenizer(opened, adopt)
+    else:
+        with progress_report() as report:
+            identity = train_tokenizer(opened, Catalog(opened), vocab_size=vocab_size, report=report)
+    print(identity)
+
+
+@app.command(rich_help_panel=DATA)
+def score(
+    store: StoreOption = DEFAULT_STORE,
+    steps: Annotated[int | None, typer.Option(help="Training steps of the scoring model.")] = None,
+    checkpoints: Annotated[int | None, typer.Option(help="Checkpoints along them that gradients are compared at.")] = None,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")] = None,
+    tokenizer: TokenizerOption = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Score every document's influence on the holdout loss.
+
+    Example: atoll score --steps 300
+    """
+    from pipeline.score import ScoreConfig
+    from pipeline.score import score as run_score
+    from tools.progress import progress_report
+
+    options = _given(steps=steps, num_checkpoints=checkpoints, tokenizer=tokenizer, model=_model(model))
+    config = ScoreConfig(seed=seed, device=device, **options)
+    with progress_report() as report:
+        summary = run_score(_open(store), config=config, report=report)
+    _print_summary(summary)
+
+
+@app.command(rich_help_panel=DATA)
+def tier(
+    store: StoreOption = DEFAULT_STORE,
+    share: Annotated[float, typer.Option(help="Share of the positive influence that tier S is to carry.")] = 0.8,
+    confidence: Annotated[float, typer.Option(help="How sure a negative influence must be for tier C.")] = 0.8,
+    max_s: Annotated[float, typer.Option(help="Largest share of the documents in tier S.")] = 0.5,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Sort the scored documents into tiers S, A, B and C: a new tier version.
+
+    Example: atoll tier --share 0.8
+    """
+    from manifests.catalog import Catalog
+    from pipeline.tier import TierConfig, tier_table
+    from pipeline.tier import tier as run_tier
+    from tools.progress import progress_report
+
+    opened = _open(store)
+    with progress_report() as report:
+        summary = run_tier(opened, config=TierConfig(share=share, confidence=confidence, max_s=max_s), report=report)
+    _print_summary(summary)
+    print_answer(tier_table(Catalog(opened), summary["tier_version"]), format_)
+
+
+@app.command(rich_help_panel=DATA)
+def shard(
+    store: StoreOption = DEFAULT_STORE,
+    tier_version: Annotated[int | None, typer.Option(help="Tier version to write views of; the newest by default.")] = None,
+    shard_bytes: Annotated[int, typer.Option(help="Largest uncompressed size of a shard, bytes.")] = 1 << 20,
+    tokenizer: TokenizerOption = None,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Write the tokenised documents into the pool of MDS shards, and a view for each tier.
+
+    Example: atoll shard
+    """
+    from manifests.catalog import Catalog
+    from pipeline.pool import ShardConfig
+    from pipeline.pool import shard as run_shard
+    from tools.progress import progress_report
+
+    opened = _open(store)
+    config = ShardConfig(tier_version=tier_version, shard_bytes=shard_bytes, tokenizer=tokenizer)
+    with progress_report() as report:
+        summary = run_shard(opened, config=config, report=report)
+    _print_summary({k: v for k, v in summary.items() if k != "tiers"})
+    views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
+    print_answer(Catalog(opened).query(views, [summary["tier_version"], summary["pool"]]), format_)
+
+
+@app.command(rich_help_panel=DATA)
+def view(
+    tier: Annotated[str, typer.Argument(help="S, A, B, C or holdout.")],
+    out: Annotated[Path, typer.Argument(help="Folder that the view's index.json is written to.")],
+    store: StoreOption = DEFAULT_STORE,
+    tier_version: Annotated[int | None, typer.Option(help="The newest by default.")] = None,
+) -> None:
+    """Write a tier's MDS index to a folder, for a plain StreamingDataset(local=OUT, remote=…/pool).
+
+    Example: atoll view S ./tier-s
+    """
+    from manifests.catalog import Catalog, write_whole
+
+    opened = _open(store)
+    views = "SELECT object FROM views WHERE tier = ? AND (tier_version = ? OR ? IS NULL) ORDER BY tier_version DESC LIMIT 1"
+    rows = Catalog(opened).rows(views, [tier, tier_version, tier_version])
+    if not rows:
+        raise UserError(f"no view of tier {tier!r}; tiers are S, A, B, C and holdout, and `atoll shard` writes their views")
+    write_whole(out / "index.json", opened.get(rows[0]["object"]))
+    print(f"StreamingDataset(local={str(out)!r}, remote={opened.table_uri('pool')!r})")
+
+
+@app.command(rich_help_panel=TRAIN)
+def train(
+    store: StoreOption = DEFAULT_STORE,
+    run: RunOption = "main",
+    islands: Annotated[int, typer.Option(help="Island processes on this machine.")] = 4,
+    strategies: Annotated[
+        str, typer.Option(help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform.")
+    ] = "aggressive,balanced,conservative,adaptive",
+    steps: Annotated[int, typer.Option(help="Inner steps of each island.")] = 160,
+    batch_size: Annotated[int, typer.Option(help="Sequences in an inner step.")] = 8,
+    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
+    sync_every: Annotated[int, typer.Option(help="Inner steps between two syncs of a fragment (H).")] = 32,
+    fragments: Annotated[int, typer.Option(help="Fragments of the parameters (P).")] = 4,
+    quorum: Annotated[int, typer.Option(help="Islands that a merge needs at least (K).")] = 2,
+    model: Annotated[str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")] = None,
+    tier_version: Annotated[int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")] = None,
+    seed: SeedOption = 0,
+    device: DeviceOption = "auto",
+) -> None:
+    """Train a run on this machine: a syncer and the islands, started again when they die. The same command continues an interrupted run.
+
+    Example: atoll train --run first --islands 4 --steps 160
+    """
+    from trainer.plan import configure_run
+    from trainer.run import create_run
+
+    opened = _open(store)
+    config = configure_run(
+        opened,
+        run=run,
+        tier_version=tier_version,
+        num_islands=islands,
+        strategies=tuple(name.strip() for name in strategies.split(",")),
+        steps=steps,
+        batch_size=batch_size,
+        seq_len=seq_len,
+        lr=lr,
+        sync_every=sync_every,
+        num_fragments=fragments,
+        quorum=min(quorum, islands),
+        model=_model(model) or {},
+        seed=seed,
+        device=device,
+    )
+    create_run(opened, config)
+    _launch(opened, run)
+
+
+@app.command(rich_help_panel=TRAIN)
+def island(
+    run: Annotated[str, typer.Option("--run", help="Name of the run.")],
+    island: Annotated[int, typer.Option("--island", help="Number of the island, from 0.")],
+    store: StoreOption = DEFAULT_STORE,
+    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Run one island of a run, here; its status goes to stdout as JSON lines.
+
+    Example: atoll island --store s3://bucket/atoll --run first --island 2
+    """
+    _guard_parent(parent_pid)
+    from trainer.island import run_island
+
+    run_island(_open(store), run, island, emit=_print_json)
+
+
+@app.command(rich_help_panel=TRAIN)
+def syncer(
+    run: Annotated[str, typer.Option("--run", help="Name of the run.")],
+    store: StoreOption = DEFAULT_STORE,
+    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Hold the syncer's role of a run, here; its status goes to stdout as JSON lines.
+
+    Example: atoll syncer --store s3://bucket/atoll --run first
+    """
+    _guard_parent(parent_pid)
+    from trainer.syncer import run_syncer
+
+    run_syncer(_open(store), run, emit=_print_json)
+
+
+@rollback_app.command("plan")
+def rollback_plan(
+    where: Annotated[str, typer.Option(help="SQL condition over the columns of documents, and tier and score.")],
+    run: RunOption = "main",
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Show what documents touched, and what replaying the run without them costs. Changes nothing.
+
+    Example: atoll rollback plan --run first --where "corpus = 'finephrase' and tier = 'C'"
+    """
+    from trainer.rollback import plan_rollback
+
+    plan = plan_rollback(_open(store), run, where)
+    _print_plan(plan, format_)
+
+
+@rollback_app.command("apply")
+def rollback_apply(
+    where: Annotated[str, typer.Option(help="SQL condition over the columns of documents, and tier and score.")],
+    run: RunOption = "main",
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+    no_train: Annotated[bool, typer.Option("--no-train", help="Make the branch only; `atoll rollback apply` again trains it.")] = False,
+) -> None:
+    """Replay the run from its last clean state without the documents: a new branch; nothing old is deleted.
+
+    Example: atoll rollback apply --run first --where "corpus = 'finephrase' and tier = 'C'"
+    """
+    from trainer.rollback import apply_rollback, plan_rollback
+
+    opened = _open(store)
+    plan = plan_rollback(opened, run, where)
+    _print_plan(plan, format_)
+    branch = apply_rollback(opened, plan)
+    STDERR.print(f"branch: run {branch.name}")
+    if not no_train:
+        _launch(opened, branch.name)
+
+
+@app.command(rich_help_panel=ASK)
+def sql(
+    query: Annotated[str, typer.Argument(help="One query; the tables are those of `show tables`.")],
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Answer a query over the store's tables. Read-only.
+
+    Example: atoll sql "select tier, count(distinct doc_id), sum(tokens) from consumption group by tier"
+    """
+    from manifests.catalog import Catalog
+
+    print_answer(Catalog(_open(store)).query(query), format_)
+
+
+@app.command(rich_help_panel=ASK)
+def made(
+    run: RunOption = "main",
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Say which corpora and tiers made the last global checkpoint of a run, and check it against the islands' own counters.
+
+    Example: atoll made --run first
+    """
+    from tools.provenance import check_ledger, checkpoint_documents
+
+    catalog = _catalog(store)
+    print_answer(checkpoint_documents(catalog, run), format_)
+    STDERR.print(check_ledger(catalog, run))
+
+
+@app.command(rich_help_panel=ASK)
+def report(
+    run: RunOption = "main",
+    store: StoreOption = DEFAULT_STORE,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("atoll-report.html"),
+    format_: FormatOption = Format.table,
+) -> None:
+    """Print a run's final table and write one self-contained HTML page with its plots.
+
+    Example: atoll report --run first --out report.html
+    """
+    from tools.report import final_table, write_report
+
+    catalog = _catalog(store)
+    print_answer(final_table(catalog, run), format_, title=f"run {run}")
+    write_report(catalog, run, out)
+    STDERR.print(f"report: {out}")
+
+
+@app.command(rich_help_panel=ASK)
+def demo(
+    store: StoreOption = "demo-store",
+    seed: SeedOption = 0,
+) -> None:
+    """Run the main job on real text, command by command: minutes on two cores. Needs `make demo`'s text package.
+
+    Example: atoll demo
+    """
+    from tools.demo import run_demo
+
+    run_demo(store, seed=seed)
+
+
+def main() -> NoReturn:
+    """The console command."""
+    sys.exit(_run(sys.argv[1:]))
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        # Outside typer's standalone mode errors reach us, and become one line.
+        code = typer.main.get_command(app).main(arguments, prog_name="atoll", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except AtollError as e:
+        _complain(str(e))
+        return e.exit_code
+    except typer.exceptions.Exit as e:
+        return e.exit_code
+    except (typer.exceptions.Abort, KeyboardInterrupt):
+        _complain("interrupted; what was committed stays, the same command goes on from there")
+        return 130
+    except BrokenPipeError:
+        return 0  # the reader of our output has seen enough
+    except Exception as e:
+        message = _usage_message(e)
+        if message is None:
+            raise
+        _complain(message)
+        return 2
+
+
+def _usage_message(error: Exception) -> str | None:
+    """The one line of a usage error of typer's; None for any other exception."""
+    if not hasattr(error, "format_message") or not hasattr(error, "ctx"):
+        return None
+    command = error.ctx.command_path if error.ctx is not None else "atoll"
+    return f"{error.format_message()} See `{command} --help`."
+
+
+def _complain(message: str) -> None:
+    one_line = " ".join(message.split())
+    print(f"error: {one_line}", file=sys.stderr)
+
+
+def _open(store: str) -> Store:
+    from manifests.tables import open_store
+
+    return open_store(store)
+
+
+def _catalog(store: str) -> Catalog:
+    from manifests.catalog import Catalog
+
+    return Catalog(_open(store))
+
+
+def _launch(store: Store, run_name: str) -> None:
+    from manifests.catalog import Catalog
+    from tools.live import LiveView
+    from trainer.launch import launch
+    from trainer.run import load_run
+    from trainer.syncer import prepare_run
+
+    run = load_run(store, run_name)
+    if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
+        STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
+        return
+    prepare_run(run)
+    with LiveView(run.config) as on_status:
+        launch(run, command=[sys.executable, "-m", "tools.cli"], on_status=on_status)
+
+
+def _guard_parent(parent_pid: int | None) -> None:
+    if parent_pid is not None:
+        from trainer.launch import exit_with_parent
+
+        exit_with_parent(parent_pid)
+
+
+def _print_json(status: dict[str, Any]) -> None:
+    print(json.dumps(status), flush=True)
+
+
+def _print_summary(summary: dict[str, Any]) -> None:
+    if summary.get("already_done"):
+        STDERR.print("done before with the same options and inputs; nothing changed")
+    for name, value in summary.items():
+        if name != "already_done":
+            STDERR.print(f"  {name}: {json.dumps(value) if isinstance(value, dict | list) else value}", markup=False)
+
+
+def _print_plan(plan: Any, format_: Format) -> None:
+    from trainer.rollback import plan_table
+
+    STDERR.print(
+        f"{len(plan.doc_ids):,} documents match; {plan.merges_undone} merges are undone, back to merge {plan.merge}; "
+        f"the new run is {plan.new_run}",
+        markup=False,
+    )
+    print_answer(plan_table(plan), format_)
+
+
+def _pairs(options: list[str]) -> dict[str, str]:
+    pairs = {}
+    for option in options:
+        name, sign, column = option.partition("=")
+        if not sign or not name or not column:
+            raise UserError(f"--column {option!r}: write NAME=COLUMN, as in --column text=content")
+        pairs[name] = column
+    return pairs
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _model(option: str | None) -> dict[str, Any] | None:
+    if option is None:
+        return None
+    path = Path(option)
+    if path.is_dir():
+        return {"path": str(path.absolute())}
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as e:
+        raise UserError(f"--model {option}: {e.strerror}; give a JSON file or a folder of a Hugging Face model") from e
+    except ValueError as e:
+        raise UserError(f"--model {option}: not a JSON object: {e}") from e
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The island layer: streams, islands, syncer, outer step, strategies, checkpoints, rollback."""

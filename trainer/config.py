@@ -1,0 +1,132 @@
+"""The configuration of a run: everything that an island or the syncer needs to know, saved whole in the `runs` table."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from manifests.errors import UserError
+from trainer.strategies import STRATEGIES
+
+
+def default_model(vocab_size: int) -> dict[str, Any]:
+    """A small Llama-style model, as a Hugging Face configuration."""
+    return {
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How a run trains. Steps are inner steps of one island."""
+
+    run: str
+    """Name of the run; letters, digits, dot, dash and underscore."""
+    tier_version: int
+    """Tier version that the islands read."""
+    pool: str
+    """Pool of shards that the views point into."""
+    token_dtype: str
+    """Type of the pool's tokens."""
+    vocab_size: int
+    """Tokens of the pool's tokenizer."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """Hugging Face model configuration, or {"path": folder} for a model that lies on this machine; empty: a small Llama."""
+    num_islands: int = 4
+    strategies: tuple[str, ...] = ("aggressive", "balanced", "conservative", "adaptive")
+    """Strategy of each island; taken round and round where there are more islands."""
+    steps: int = 160
+    """Inner steps of each island."""
+    batch_size: int = 8
+    """Sequences in one inner step of one island."""
+    seq_len: int = 128
+    """Tokens in a sequence."""
+    lr: float = 3e-3
+    """Peak learning rate of the inner AdamW."""
+    warmup_steps: int = 16
+    """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
+    weight_decay: float = 0.1
+    gradient_clip: float = 1.0
+    """Largest gradient norm of an inner step."""
+    num_fragments: int = 4
+    """Fragments that the parameters are cut into (P)."""
+    sync_every: int = 32
+    """Inner steps between two syncs of the same fragment (H)."""
+    quorum: int = 2
+    """Islands whose outer gradients a merge needs at least (K)."""
+    grace_s: float = 3.0
+    """How long a merge waits for the other islands once it has its quorum."""
+    max_staleness: int = 1
+    """Versions that an outer gradient's base may lie behind the fragment that it is merged into."""
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    """Nesterov momentum of the outer step."""
+    holdout_sequences: int = 64
+    """Sequences of the holdout that a loss is measured on."""
+    seed: int = 0
+    device: str = "auto"
+    """cpu, cuda, or auto: cuda where there is one."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run):
+            raise UserError(f"run name {self.run!r}: use letters, digits, dot, dash and underscore, at most 100")
+        for name in ("num_islands", "steps", "batch_size", "num_fragments", "sync_every", "quorum", "holdout_sequences"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        if self.seq_len < 2:
+            raise UserError(f"seq_len is {self.seq_len}; a sequence needs at least 2 tokens")
+        if self.sync_every % self.num_fragments:
+            raise UserError(
+                f"sync_every ({self.sync_every}) must be a multiple of num_fragments ({self.num_fragments}): "
+                "one fragment falls due every sync_every / num_fragments steps"
+            )
+        if self.steps % self.round_steps:
+            low = self.steps // self.round_steps * self.round_steps
+            raise UserError(
+                f"steps ({self.steps}) must be a multiple of a round's {self.round_steps} steps; "
+                f"take {low or self.round_steps} or {low + self.round_steps}"
+            )
+        if self.quorum > self.num_islands:
+            raise UserError(f"quorum ({self.quorum}) is above the number of islands ({self.num_islands})")
+        unknown = [name for name in self.strategies if name not in STRATEGIES]
+        if unknown or not self.strategies:
+            raise UserError(f"strategy {', '.join(unknown) or '(none)'} is not known; there are {', '.join(STRATEGIES)}")
+        if not 0 < self.lr < 1:
+            raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
+
+    @property
+    def round_steps(self) -> int:
+        """Inner steps of a round: from one fragment falling due to the next one (H / P)."""
+        return self.sync_every // self.num_fragments
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds of the whole run."""
+        return self.steps // self.round_steps
+
+    def strategy_of(self, island: int) -> str:
+        """The strategy that an island starts with."""
+        return self.strategies[island % len(self.strategies)]
+
+    def to_json(self) -> str:
+        """As the `runs` table keeps it."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    @staticmethod
+    def from_json(text: str) -> RunConfig:
+        """What `to_json` wrote."""
+        loaded = json.loads(text)
+        loaded["strategies"] = tuple(loaded["strategies"])
+        return RunConfig(**loaded)

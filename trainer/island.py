@@ -1,0 +1,378 @@
+"""An island: inner AdamW steps on its own stream, fragments sent and received through the store. It never waits for anyone.
+
+A round is the inner steps from one fragment falling due to the next. It ends with a commit (consumption, then the checkpoint), and only then is the due fragment's
+outer gradient sent: what others build on is always on record.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyarrow as pa
+import torch
+
+from manifests.catalog import Catalog
+from manifests.errors import AtollError, ObjectTaken
+from manifests.schemas import TABLES, TIERS
+from manifests.store import Store
+from manifests.tables import append
+from trainer.checkpoints import Mixture, Progress, checkpoint_id, is_anchor, last_checkpoint, load_island, save_island
+from trainer.feedback import summarise_cycle
+from trainer.fragments import cut_fragments
+from trainer.model import (
+    build_model,
+    holdout_loss,
+    learning_rate,
+    make_optimizer,
+    parameters_of,
+    pick_device,
+    token_losses,
+)
+from trainer.run import Run, holdout_tokens, load_run, open_stream, tier_sizes
+from trainer.strategies import ADAPTIVE, adapt, start_weights
+from trainer.stream import Sequence
+from trainer.wire import pack, unpack
+
+Emit = Callable[[dict[str, Any]], None]
+"""Takes a status: island, state, step, loss, tokens per second, mix."""
+
+_POLL_S = 0.2
+
+
+class Receiver(threading.Thread):
+    """Watches for merged fragments and fetches them, so that no step waits for the store."""
+
+    def __init__(self, run: Run, clock: list[int]) -> None:
+        super().__init__(name="receiver", daemon=True)
+        self._run = run
+        self._clock = list(clock)
+        self.arrived: queue.SimpleQueue[tuple[int, int, dict[str, torch.Tensor]] | AtollError] = queue.SimpleQueue()
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        """Polls until told to stop; an error ends it and is handed over."""
+        try:
+            while not self.stopping.is_set():
+                for fragment in range(len(self._clock)):
+                    self._fetch_newest(fragment)
+                self.stopping.wait(_POLL_S)
+        except AtollError as e:
+            self.arrived.put(e)
+
+    def _fetch_newest(self, fragment: int) -> None:
+        version = self._clock[fragment]
+        while self._run.store.exists(self._run.global_path(fragment, version + 1)):
+            version += 1
+        if version > self._clock[fragment]:
+            path = self._run.global_path(fragment, version)
+            tensors, _ = unpack(self._run.store.get(path), name=path)
+            self._clock[fragment] = version
+            self.arrived.put((fragment, version, tensors))
+
+
+class Island:
+    """One island's life, from where it was left to the run's last step."""
+
+    def __init__(self, run: Run, island: int, *, emit: Emit) -> None:
+        """Takes the next incarnation's number and puts the last checkpoint, or the global state, in place.
+
+        Raises:
+            AtollError: the run's data can't be read, or the checkpoint is damaged.
+        """
+        self.run = run
+        self.island = island
+        self.emit = emit
+        config = run.config
+        catalog = Catalog(run.store)
+        self.device = pick_device(config.device)
+        self.model = build_model(config).to(self.device)
+        self.optimizer = make_optimizer(self.model, config)
+        self.parameters = parameters_of(self.model)
+        self.fragments = cut_fragments({n: p.numel() for n, p in self.parameters.items()}, config.num_fragments)
+        self.base: dict[str, torch.Tensor] = {}
+        self.holdout = holdout_tokens(run, catalog).to(self.device)
+
+        row = last_checkpoint(run, catalog, island)
+        if row is None:
+            strategy = config.strategy_of(island)
+            self.mixture = Mixture(strategy=strategy, weights=start_weights(strategy, tier_sizes(catalog, config)))
+            num_fragments = len(self.fragments)
+            self.progress = Progress(
+                clock=[-1] * num_fragments, fragment_tokens=[0] * num_fragments, fragment_steps=[0] * num_fragments
+            )
+        else:
+            self.mixture = Mixture.from_json(row["mixture"])
+            self.progress = load_island(run.store, row, model=self.model, optimizer=self.optimizer)
+        self.stream = open_stream(run, catalog, island=island, weights=self.mixture.weights)
+        if row is not None:
+            self.stream.load_state(row["stream"])
+        self.incarnation = self._claim_incarnation()
+        self._record_mixture("first assignment" if row is None else "as checkpointed")
+        self._resume_fragments()
+        self._event("island_joined", incarnation=self.incarnation, step=self.progress.step)
+
+        self._rows: dict[str, list[Any]] = {}
+        self._previous_path: str | None = row["object"] if row is not None and row["run"] == run.name else None
+        self._previous_anchor = row is not None and row["anchor"]
+        self._cycle_losses: dict[str, list[float]] = {tier: [] for tier in TIERS}
+        self._step_times: list[float] = []
+
+    def train(self) -> None:
+        """Takes the steps that are left, round by round, then says that it has finished.
+
+        Raises:
+            AtollError: the store is lost for longer than its retries, or another process runs this island.
+        """
+        config = self.run.config
+        receiver = Receiver(self.run, self.progress.clock)
+        receiver.start()
+        try:
+            while self.progress.round < config.num_rounds:
+                losses = []
+                for _ in range(config.round_steps):
+                    self._receive(receiver)
+                    losses.append(self._step())
+                self._close_round(sum(losses) / len(losses))
+        finally:
+            receiver.stopping.set()
+            self.stream.close()
+        for fragment in range(len(self.fragments)):
+            self._send(fragment)
+        self.run.store.put_content(
+            self.run.finished_path(self.island), json.dumps({"step": self.progress.step}).encode()
+        )
+        self._status("finished")
+
+    def _step(self) -> float:
+        began = time.monotonic()
+        config = self.run.config
+        sequences = [self.stream.next_sequence() for _ in range(config.batch_size)]
+        tokens_BL = torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in sequences]).to(self.device)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.progress.step + 1, config)
+        losses_BL = token_losses(self.model, tokens_BL)
+        loss = losses_BL.mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.gradient_clip)
+        self.optimizer.step()
+
+        progress = self.progress
+        progress.step += 1
+        num_tokens = tokens_BL.numel()
+        for fragment in range(len(self.fragments)):
+            progress.fragment_tokens[fragment] += num_tokens
+            progress.fragment_steps[fragment] += 1
+        self._record(sequences, losses_BL.detach().cpu())
+        seconds = time.monotonic() - began
+        self._step_times.append(seconds)
+        mean_loss = float(loss.detach())
+        self._status("training", loss=mean_loss, tokens_per_s=num_tokens / seconds)
+        return mean_loss
+
+    def _record(self, sequences: list[Sequence], losses_BL: torch.Tensor) -> None:
+        """Notes every span of the step for the consumption table."""
+        rows = self._rows or {name: [] for name in TABLES["consumption"].schema.names}
+        self._rows = rows
+        for number, (sequence, losses) in enumerate(zip(sequences, losses_BL, strict=True)):
+            self.progress.tier_tokens[sequence.tier] += len(sequence.tokens)
+            self._cycle_losses[sequence.tier].append(float(losses.mean()))
+            for span in sequence.spans:
+                # losses[i] belongs to token i + 1; the sequence's first token is not predicted
+                predicted = losses[max(span.offset, 1) - 1 : span.offset + span.tokens - 1]
+                rows["run"].append(self.run.name)
+                rows["island"].append(self.island)
+                rows["incarnation"].append(self.incarnation)
+                rows["step"].append(self.progress.step)
+                rows["position"].append(number * len(sequence.tokens) + span.offset)
+                rows["doc_id"].append(span.doc_id)
+                rows["tier"].append(span.tier)
+                rows["origin"].append(span.origin)
+                rows["token_start"].append(span.start)
+                rows["tokens"].append(span.tokens)
+                rows["loss"].append(float(predicted.mean()) if len(predicted) else None)
+
+    def _close_round(self, loss: float) -> None:
+        """Commits what the round did, then sends the fragment that falls due."""
+        progress = self.progress
+        due = progress.round % len(self.fragments)
+        progress.round += 1
+        ends_cycle = is_anchor(self.run, progress.round)
+        measured = holdout_loss(self.model, self.holdout) if ends_cycle else None
+        if ends_cycle and measured is not None:
+            self._end_cycle(loss, measured)
+        identity = checkpoint_id(self.run.name, self.island, self.incarnation, progress.round)
+        self._rows["checkpoint"] = [identity] * len(self._rows["run"])
+        append(
+            self.run.store,
+            "consumption",
+            pa.table(self._rows, schema=TABLES["consumption"].schema),
+            writer=f"consumption/{self.run.name}/{self.island}/{self.incarnation}",
+            sequence=progress.round,
+        )
+        path = save_island(
+            self.run,
+            island=self.island,
+            incarnation=self.incarnation,
+            identity=identity,
+            model=self.model,
+            optimizer=self.optimizer,
+            progress=progress,
+            stream_state=self.stream.state(),
+            mixture=self.mixture,
+            loss=loss,
+            holdout_loss=measured,
+        )
+        progress.parent = identity
+        self._rows = {}
+        self._send(due)
+        if self._previous_path is not None and not self._previous_anchor:
+            self.run.store.delete(self._previous_path)
+        self._previous_path, self._previous_anchor = path, ends_cycle
+
+    def _end_cycle(self, loss: float, measured: float) -> None:
+        """Sends the feedback of an outer cycle, and lets `adaptive` move the mix at its edge."""
+        progress = self.progress
+        progress.sequence += 1
+        message, tier_losses = summarise_cycle(
+            loss=loss,
+            holdout_loss=measured,
+            losses_by_tier=self._cycle_losses,
+            previous_tier_losses=progress.tier_losses,
+            step_times_s=self._step_times,
+        )
+        row = {"run": self.run.name, "island": self.island, "sequence": progress.sequence, "round": progress.round}
+        append(
+            self.run.store,
+            "feedback",
+            [row | message.to_row()],
+            writer=f"feedback/{self.run.name}/{self.island}",
+            sequence=progress.sequence,
+        )
+        progress.tier_losses = tier_losses
+        self._cycle_losses = {tier: [] for tier in TIERS}
+        self._step_times = []
+        if self.mixture.strategy == ADAPTIVE:
+            weights = adapt(self.mixture.weights, message.effectiveness)
+            if weights != dict(self.mixture.weights):
+                self.mixture = Mixture(strategy=ADAPTIVE, weights=weights)
+                self.stream.set_weights(weights)
+                self._record_mixture(f"effectiveness of the tiers up to round {progress.round}")
+
+    def _send(self, fragment: int) -> None:
+        """Sends a fragment's outer gradient against the version that it started from; twice is as good as once."""
+        progress = self.progress
+        if progress.fragment_steps[fragment] == 0:
+            return
+        names = self.fragments[fragment]
+        gradient = {name: self.base[name] - self.parameters[name] for name in names}
+        assert progress.parent is not None
+        description = {
+            "run": self.run.name,
+            "island": self.island,
+            "round": progress.round,
+            "fragment": fragment,
+            "base_version": progress.clock[fragment],
+            "checkpoint": progress.parent.hex(),
+            "step": progress.step,
+            "tokens": progress.fragment_tokens[fragment],
+            "steps": progress.fragment_steps[fragment],
+        }
+        folder = self.run.outer_folder(fragment, progress.clock[fragment])
+        self.run.store.put_content(
+            f"{folder}/{self.island:04d}-{progress.round:06d}.safetensors", pack(gradient, description)
+        )
+
+    def _receive(self, receiver: Receiver) -> None:
+        """Puts merged fragments that have arrived in place of the island's own (α = 0, Decoupled DiLoCo)."""
+        while not receiver.arrived.empty():
+            item = receiver.arrived.get()
+            if isinstance(item, AtollError):
+                raise item
+            fragment, version, tensors = item
+            self._install(fragment, version, tensors)
+
+    def _install(self, fragment: int, version: int, tensors: dict[str, torch.Tensor]) -> None:
+        for name in self.fragments[fragment]:
+            self.base[name] = tensors[name].to(self.device)
+            self.parameters[name].copy_(self.base[name])
+        self.progress.clock[fragment] = version
+        self.progress.fragment_tokens[fragment] = 0
+        self.progress.fragment_steps[fragment] = 0
+
+    def _resume_fragments(self) -> None:
+        """Sends what a dead incarnation may not have sent, then takes the newest global fragments."""
+        progress = self.progress
+        newest = [self.run.newest_version(fragment) for fragment in range(len(self.fragments))]
+        due = (progress.round - 1) % len(self.fragments)
+        for fragment, version in enumerate(newest):
+            path = self.run.global_path(fragment, version)
+            tensors, _ = unpack(self.run.store.get(path), name=path)
+            if version > progress.clock[fragment]:
+                self._install(fragment, version, tensors)
+                continue
+            for name in self.fragments[fragment]:
+                self.base[name] = tensors[name].to(self.device)
+            if progress.round > 0 and fragment == due:
+                self._send(fragment)
+
+    def _claim_incarnation(self) -> int:
+        incarnation = 0
+        while True:
+            try:
+                self.run.store.put_new(f"{self.run.island_folder(self.island)}/incarnations/{incarnation:03d}", b"{}")
+                return incarnation
+            except ObjectTaken:
+                incarnation += 1
+
+    def _record_mixture(self, reason: str) -> None:
+        row = {
+            "run": self.run.name,
+            "island": self.island,
+            "incarnation": self.incarnation,
+            "round": self.progress.round,
+            "strategy": self.mixture.strategy,
+            **{f"weight_{tier.lower()}": self.stream.weights[tier] for tier in TIERS},
+            "reason": reason,
+            "tier_version": self.run.config.tier_version,
+        }
+        append(self.run.store, "mixtures", [row])
+
+    def _event(self, kind: str, **detail: Any) -> None:
+        row = {
+            "run": self.run.name,
+            "kind": kind,
+            "island": self.island,
+            "round": self.progress.round,
+            "detail": json.dumps(detail),
+        }
+        append(self.run.store, "events", [row])
+
+    def _status(self, state: str, **more: Any) -> None:
+        self.emit(
+            {
+                "island": self.island,
+                "state": state,
+                "incarnation": self.incarnation,
+                "step": self.progress.step,
+                "steps": self.run.config.steps,
+                "strategy": self.mixture.strategy,
+                "mix": {tier: round(self.stream.weights[tier], 3) for tier in TIERS},
+                "tokens": self.progress.tokens,
+                **more,
+            }
+        )
+
+
+def run_island(store: Store, run_name: str, island: int, *, emit: Emit) -> None:
+    """Runs one island of a run until its last step; starts where the island was left.
+
+    Raises:
+        AtollError: see Island.
+    """
+    Island(load_run(store, run_name), island, emit=emit).train()

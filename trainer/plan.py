@@ -1,0 +1,36 @@
+"""From what a user asks of a run and what the store holds to the run's configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from manifests.catalog import Catalog
+from manifests.errors import UserError
+from manifests.store import Store
+from trainer.config import RunConfig
+
+
+def configure_run(store: Store, *, run: str, tier_version: int | None, **options: Any) -> RunConfig:
+    """A run's configuration on the newest views of the store, or on a named tier version. A run that exists keeps the views that it has.
+
+    Raises:
+        UserError: the store has no tiers or no views, or an option is out of range.
+    """
+    catalog = Catalog(store)
+    if tier_version is None:
+        existing = catalog.rows("SELECT config FROM runs WHERE run = ?", [run])
+        if existing:
+            tier_version = RunConfig.from_json(existing[0]["config"]).tier_version
+    rows = catalog.rows(
+        """
+        SELECT v.tier_version, v.pool, p.token_dtype, t.vocab_size
+        FROM views AS v JOIN pools AS p USING (pool) JOIN tokenizers AS t USING (tokenizer)
+        WHERE v.tier_version = ? OR ? IS NULL
+        ORDER BY v.tier_version DESC, v.pool LIMIT 1
+        """,
+        [tier_version, tier_version],
+    )
+    if not rows:
+        which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
+        raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
+    return RunConfig(run=run, **rows[0], **options)

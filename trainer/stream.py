@@ -1,0 +1,204 @@
+"""An island's stream: sequences of packed documents, mixed from the tiers by asked weights, with the spans that each is made of.
+
+Its whole state is a few numbers (`state`), and from it the very next token comes. The tier of every sequence is decided by apportion.py, the
+order of documents by order.py. A sequence is cut from one tier; a document that doesn't end with it goes on in the tier's next one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from manifests.mds import read_index
+from manifests.schemas import TIERS
+from manifests.store import Store
+from trainer.apportion import next_group, usable_weights
+from trainer.order import TierOrder
+from trainer.reader import ShardReader, shard_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """A piece of one document in one sequence."""
+
+    doc_id: bytes
+    tier: str
+    origin: str
+    """real or synthetic."""
+    start: int
+    """First token's place in the document."""
+    tokens: int
+    offset: int
+    """First token's place in the sequence."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sequence:
+    """`seq_len` tokens of one tier, and where they come from."""
+
+    tokens: np.ndarray
+    tier: str
+    spans: list[Span]
+
+
+class TierStream:
+    """One tier's documents as an endless row of tokens, pass after pass."""
+
+    def __init__(
+        self,
+        store: Store,
+        index: bytes,
+        *,
+        tier: str,
+        token_dtype: np.dtype[Any],
+        key: str,
+        origins: Mapping[str, str],
+        excluded: frozenset[bytes] = frozenset(),
+    ) -> None:
+        """
+        Args:
+            store: where the pool lies.
+            index: the view's index.json.
+            tier: name of the view.
+            token_dtype: type of the pool's tokens.
+            key: everything that the order depends on, as text.
+            origins: shard name → real or synthetic.
+            excluded: documents that are passed over.
+        """
+        self.tier = tier
+        entries = read_index(index)
+        self._origins = [origins[shard_name(entry)] for entry in entries]
+        self._counts = [int(entry["samples"]) for entry in entries]
+        self._reader = ShardReader(store, entries, token_dtype=token_dtype)
+        self._key = key
+        self._excluded = excluded
+        self._pass = 0
+        self._index = 0
+        self._offset = 0
+        self._order: TierOrder | None = None
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the tier's view, excluded ones too."""
+        return sum(self._counts)
+
+    def state(self) -> dict[str, int]:
+        """Where the next token is: pass, document within it, token within that."""
+        return {"pass": self._pass, "index": self._index, "offset": self._offset}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Goes to where `state` was taken."""
+        self._pass, self._index, self._offset = state["pass"], state["index"], state["offset"]
+        self._order = None
+
+    def take(self, num_tokens: int) -> Sequence:
+        """The next `num_tokens` tokens.
+
+        Raises:
+            Failure: a shard can't be read, or every document of the tier is excluded.
+        """
+        pieces: list[np.ndarray] = []
+        spans: list[Span] = []
+        filled = 0
+        passed_over = 0
+        while filled < num_tokens:
+            order = self._order_of_pass()
+            shard_number, position = order.locate(self._index)
+            shard = self._reader.shard(shard_number)
+            doc_id = shard.doc_id(position)
+            tokens = shard.tokens(position)
+            # An excluded document's rest is passed over too: the exclusion may be newer than the cursor.
+            if doc_id in self._excluded or self._offset >= len(tokens):
+                passed_over = passed_over + 1
+                if passed_over > 2 * self.num_documents:
+                    raise ValueError(f"tier {self.tier} has no document left to read: all are excluded or empty")
+                self._next_document(order)
+                continue
+            passed_over = 0
+            piece = tokens[self._offset : self._offset + num_tokens - filled]
+            spans.append(
+                Span(
+                    doc_id=doc_id,
+                    tier=self.tier,
+                    origin=self._origins[shard_number],
+                    start=self._offset,
+                    tokens=len(piece),
+                    offset=filled,
+                )
+            )
+            pieces.append(piece)
+            filled += len(piece)
+            self._offset += len(piece)
+            if self._offset == len(tokens):
+                self._next_document(order)
+        return Sequence(tokens=np.concatenate(pieces), tier=self.tier, spans=spans)
+
+    def close(self) -> None:
+        """Stops the reader's thread."""
+        self._reader.close()
+
+    def _order_of_pass(self) -> TierOrder:
+        if self._order is None:
+            self._order = TierOrder(self._counts, key=f"{self._key}/{self.tier}/pass {self._pass}")
+            self._reader.prefetch(self._order.upcoming_shards(self._index))
+        return self._order
+
+    def _next_document(self, order: TierOrder) -> None:
+        self._index += 1
+        self._offset = 0
+        if self._index == order.num_documents:
+            self._pass += 1
+            self._index = 0
+            self._order = None
+        elif self._index % 64 == 0:
+            self._reader.prefetch(order.upcoming_shards(self._index))
+
+
+class MixedStream:
+    """Sequences mixed from the tiers by weights that may change between any two sequences."""
+
+    def __init__(self, tiers: Mapping[str, TierStream], *, seq_len: int, weights: Mapping[str, float]) -> None:
+        """
+        Args:
+            tiers: a stream for each tier that has documents.
+            seq_len: tokens in a sequence.
+            weights: asked share of the sequences for each tier; see `set_weights`.
+        """
+        self._tiers = dict(tiers)
+        self._seq_len = seq_len
+        self._credits = [0.0] * len(TIERS)
+        self.weights: dict[str, float] = {}
+        self.set_weights(weights)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Takes new weights from the next sequence on; nothing is lost or repeated. A tier without documents gives its share to the others."""
+        available = {tier: tier in self._tiers and self._tiers[tier].num_documents > 0 for tier in TIERS}
+        self.weights = usable_weights({tier: float(weights.get(tier, 0.0)) for tier in TIERS}, available)
+
+    def next_sequence(self) -> Sequence:
+        """The next sequence of the mix."""
+        chosen, self._credits = next_group([self.weights[tier] for tier in TIERS], self._credits)
+        return self._tiers[TIERS[chosen]].take(self._seq_len)
+
+    def state(self) -> str:
+        """The whole state, as JSON text of well under 10 KB."""
+        return json.dumps(
+            {"credits": self._credits, "tiers": {tier: stream.state() for tier, stream in self._tiers.items()}}
+        )
+
+    def load_state(self, state: str) -> None:
+        """Goes to where `state` was taken."""
+        loaded = json.loads(state)
+        self._credits = loaded["credits"]
+        for tier, stream in self._tiers.items():
+            if tier in loaded["tiers"]:
+                stream.load_state(loaded["tiers"][tier])
+
+    def close(self) -> None:
+        """Stops all readers."""
+        for stream in self._tiers.values():
+            stream.close()
