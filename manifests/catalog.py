@@ -53,7 +53,9 @@ class Catalog:
         for name, spec in TABLES.items():
             self._create_raw(spec, files[name])
         for spec in TABLES.values():
-            self.connection.execute(f"CREATE VIEW {spec.name} AS SELECT * FROM raw.{spec.name}{_COUNTS[spec.counts_with]}")
+            self.connection.execute(
+                f"CREATE VIEW {spec.name} AS SELECT * FROM raw.{spec.name}{_COUNTS[spec.counts_with]}"
+            )
         self._create_named_views()
         paths = sorted({p for names in files.values() for p in names})
         self.connection.execute("SET TimeZone = 'UTC'")
@@ -73,7 +75,9 @@ class Catalog:
                 raise UserError(f"SQL: one query at a time, this is {len(statements)}; run them one by one")
             # A pinned file may be read, so COPY could also write it: only what reads is let through.
             if statements[0].type not in _READING:
-                raise UserError(f"SQL: {statements[0].type.name} is not a query; the store is read-only here, use SELECT")
+                raise UserError(
+                    f"SQL: {statements[0].type.name} is not a query; the store is read-only here, use SELECT"
+                )
             return self.connection.sql(sql, params=parameters).to_arrow_table()
         except duckdb.Error as e:
             raise UserError(f"SQL: {first_line(e)}") from e

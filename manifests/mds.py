@@ -195,7 +195,8 @@ def decode_shard(data: bytes, entry: Mapping[str, Any], *, token_dtype: _DType) 
     samples_at = 4 + 4 * (promised.num_documents + 1)
     num_documents = int.from_bytes(view[:4], "little")
     if num_documents != promised.num_documents or samples_at > raw.size:
-        raise CorruptShard(f"{shard} says {num_documents} documents, not {promised.num_documents}")
+        counts = f"{num_documents} documents, not {promised.num_documents}"
+        raise CorruptShard(f"{shard} says {counts}, in {raw.size} bytes")
     offsets = raw[4:samples_at].view(_U32).astype(np.int64)
     sizes = np.diff(offsets)
     if offsets[0] < samples_at or offsets[-1] != raw.size or (sizes < 0).any():

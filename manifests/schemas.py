@@ -32,7 +32,9 @@ class TableSpec:
     """The column whose committed parent makes a row count; None: every row counts once it is appended."""
 
 
-def _field(name: str, type_: pa.DataType, meaning: str, *, null: bool = False, unit: str | None = None) -> pa.Field[pa.DataType]:
+def _field(
+    name: str, type_: pa.DataType, meaning: str, *, null: bool = False, unit: str | None = None
+) -> pa.Field[pa.DataType]:
     metadata = {"meaning": meaning} | ({"unit": unit} if unit else {})
     return pa.field(name, type_, nullable=null, metadata=metadata)
 
@@ -49,7 +51,9 @@ _AT = _field("written_at", _TIME, "when the row was written")
 def _per_tier(
     prefix: str, type_: pa.DataType, meaning: str, *, unit: str | None = None, null: bool = False
 ) -> list[pa.Field[pa.DataType]]:
-    return [_field(f"{prefix}_{tier.lower()}", type_, f"{meaning}, tier {tier}", unit=unit, null=null) for tier in TIERS]
+    return [
+        _field(f"{prefix}_{tier.lower()}", type_, f"{meaning}, tier {tier}", unit=unit, null=null) for tier in TIERS
+    ]
 
 
 def _spec(
@@ -102,8 +106,14 @@ _SPECS = [
             _field("parent_id", _ID, "doc_id of the document that it was rephrased from", null=True),
             _field("license", _TEXT, "licence, `unknown` where the source names none"),
             _field("access", _TEXT, "policy label"),
-            _field("split", _TEXT, "train, holdout, or holdout_derived (rephrased from a holdout document; never trained on)"),
-            _field("label", _TEXT, "truth about the document, where the source carries one; for evaluation only", null=True),
+            _field(
+                "split",
+                _TEXT,
+                "train, holdout, or holdout_derived (rephrased from a holdout document; never trained on)",
+            ),
+            _field(
+                "label", _TEXT, "truth about the document, where the source carries one; for evaluation only", null=True
+            ),
             _field("finish_reason", _TEXT, "why the generator stopped; `length` means cut off", null=True),
             _field("text_bytes", pa.int64(), "size of the UTF-8 text", unit="bytes"),
             _field("tokens", pa.int64(), "tokens by the source's own count", null=True, unit="tokens"),
@@ -281,9 +291,20 @@ _SPECS = [
             _field("sequence", pa.int64(), "number of the message, from 1, in this run and island"),
             _field("round", pa.int32(), "round that it closes"),
             _field("loss_trend", pa.float64(), "change of the mean training loss against the message before"),
-            _field("convergence_rate", pa.float64(), "slope of the training loss over the sequences", unit="nats per sequence"),
+            _field(
+                "convergence_rate",
+                pa.float64(),
+                "slope of the training loss over the sequences",
+                unit="nats per sequence",
+            ),
             _field("generalization_gap", pa.float64(), "holdout loss less training loss", unit="nats"),
-            *_per_tier("effectiveness", pa.float64(), "descent of the training loss since the message before", unit="nats", null=True),
+            *_per_tier(
+                "effectiveness",
+                pa.float64(),
+                "descent of the training loss since the message before",
+                unit="nats",
+                null=True,
+            ),
             _field("step_time_s", pa.float64(), "median time of an inner step", unit="seconds"),
             _AT,
         ],
@@ -299,7 +320,9 @@ _SPECS = [
             _field("round", pa.int32(), "rounds finished"),
             _field("step", pa.int64(), "inner steps taken; for the global state, the sum over what was merged"),
             _field("tokens", pa.int64(), "tokens trained on up to here, by the island's own counter", unit="tokens"),
-            *_per_tier("tokens", pa.int64(), "tokens trained on up to here, by the island's own counter", unit="tokens"),
+            *_per_tier(
+                "tokens", pa.int64(), "tokens trained on up to here, by the island's own counter", unit="tokens"
+            ),
             _field("clock", pa.list_(pa.int32()), "version seen of every fragment"),
             _field("parent", _ID, "the checkpoint before, null for the first", null=True),
             _field("merged", pa.list_(_ID), "for the global state: last island checkpoints that went into it"),

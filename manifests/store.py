@@ -51,7 +51,9 @@ class Store:
         parsed = urlparse(uri)
         scheme = parsed.scheme or "file"
         if scheme not in SCHEMES:
-            raise UserError(f"store {uri!r}: scheme {scheme!r} is not known; use a folder, file://, s3://, gs:// or az://")
+            raise UserError(
+                f"store {uri!r}: scheme {scheme!r} is not known; use a folder, file://, s3://, gs:// or az://"
+            )
         self.is_local = scheme == "file"
         self._objects: Any
         if self.is_local:
@@ -81,7 +83,9 @@ class Store:
         """The obstore object behind this store; a local folder is made when first written to."""
         if self._objects is None:
             if not self.root.is_dir():
-                raise UserError(f"store {self.uri} doesn't exist; `atoll ingest` makes one, or name another with --store")
+                raise UserError(
+                    f"store {self.uri} doesn't exist; `atoll ingest` makes one, or name another with --store"
+                )
             self._objects = LocalStore(self.root)
         return self._objects
 

@@ -53,7 +53,7 @@ def open_store(uri: str) -> Store:
     except ObjectMissing as e:
         raise UserError(f"no Atoll store at {store.uri}; `atoll ingest` makes one, or name another with --store") from e
     except ValueError as e:
-        raise Failure(f"{store.uri}/{MARKER} is damaged: {e}; write it again as {{\"schema_version\": 1}}") from e
+        raise Failure(f'{store.uri}/{MARKER} is damaged: {e}; write it again as {{"schema_version": 1}}') from e
     if marker.get("schema_version", 0) > SCHEMA_VERSION:
         raise UserError(
             f"{store.uri} is of schema {marker['schema_version']}, this Atoll reads up to {SCHEMA_VERSION}; update Atoll"

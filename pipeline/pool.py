@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from manifests.catalog import Catalog
-from manifests.errors import UserError
+from manifests.errors import Failure, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
-from manifests.mds import encode_shard, index_json, object_path
+from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, index_json, object_path
 from manifests.schemas import TIERS
 from manifests.store import Store
 from pipeline.texts import read_texts
@@ -56,7 +57,7 @@ class Band:
 
     tier: str
     origin: str
-    doc_ids: pa.ChunkedArray
+    doc_ids: pa.ChunkedArray[pa.BinaryScalar]
     scores: list[float | None]
 
 
@@ -151,12 +152,13 @@ def _write_band(
     job: Job, catalog: Catalog, tokenizer: LoadedTokenizer, pool: str, band: Band, *, part: int, config: ShardConfig
 ) -> None:
     tokens = _tokenise(catalog, tokenizer, band)
-    scores = dict(zip(band.doc_ids.to_pylist(), band.scores, strict=True))
+    doc_ids: list[bytes] = band.doc_ids.to_pylist()
+    scores = dict(zip(doc_ids, band.scores, strict=True))
     places: list[dict[str, Any]] = []
     index: list[dict[str, Any]] = []
-    for ids in _fill_shards(band.doc_ids.to_pylist(), tokens, config.shard_bytes):
+    for ids in _fill_shards(doc_ids, tokens, config.shard_bytes):
         encoded = encode_shard(ids, [tokens[i] for i in ids], level=config.zstd_level)
-        job.store.put_content(object_path(encoded.name), encoded.data)
+        entry, zip_bytes = _put_shard(job.store, encoded, tokenizer.token_dtype)
         counts = [len(tokens[i]) for i in ids]
         known = [score for i in ids if (score := scores[i]) is not None]
         common = {"pool": pool, "shard": encoded.name, "job": job.id}
@@ -168,11 +170,11 @@ def _write_band(
             common
             | {
                 "origin": band.origin,
-                "entry": json.dumps(encoded.entry, sort_keys=True),
+                "entry": json.dumps(entry, sort_keys=True),
                 "documents": len(ids),
                 "tokens": sum(counts),
                 "raw_bytes": encoded.raw_bytes,
-                "zip_bytes": len(encoded.data),
+                "zip_bytes": zip_bytes,
                 "score_low": min(known, default=0.0),
                 "score_high": max(known, default=0.0),
                 "tier": band.tier,
@@ -182,9 +184,31 @@ def _write_band(
     job.append("shard_index", index, part=part)
 
 
-def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[bytes, np.ndarray]:
+def _put_shard(store: Store, encoded: EncodedShard, token_dtype: np.dtype[Any]) -> tuple[dict[str, Any], int]:
+    """Writes a shard, or takes the one that lies there.
+
+    Returns:
+        The index entry and the compressed size. The name stands for the raw bytes; another libzstd or level may have compressed them otherwise,
+        so the entry of a shard that lies there already is made from what lies there.
+    """
+    path = object_path(encoded.name)
+    entry: dict[str, Any] = dict(encoded.entry)
+    if store.put_content(path, encoded.data):
+        return entry, len(encoded.data)
+    existing = store.get(path)
+    if existing != encoded.data:
+        hashes = {"xxh3_64": xxhash.xxh3_64_hexdigest(existing)}
+        entry["zip_data"] = dict(entry["zip_data"]) | {"bytes": len(existing), "hashes": hashes}
+        try:
+            decode_shard(existing, entry, token_dtype=token_dtype)
+        except CorruptShard as e:
+            raise Failure(f"{store.uri}/{path} is damaged: {e}; delete the object, then run `atoll shard` again") from e
+    return entry, len(existing)
+
+
+def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[bytes, npt.NDArray[Any]]:
     """Tokens of every document of a band, the end-of-document token included."""
-    tokens: dict[bytes, np.ndarray] = {}
+    tokens: dict[bytes, npt.NDArray[Any]] = {}
     batch: list[tuple[bytes, str]] = []
 
     def encode() -> None:
@@ -201,7 +225,9 @@ def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[
     return tokens
 
 
-def _fill_shards(doc_ids: Sequence[bytes], tokens: dict[bytes, np.ndarray], shard_bytes: int) -> Iterator[list[bytes]]:
+def _fill_shards(
+    doc_ids: Sequence[bytes], tokens: dict[bytes, npt.NDArray[Any]], shard_bytes: int
+) -> Iterator[list[bytes]]:
     shard: list[bytes] = []
     size = 0
     for doc_id in doc_ids:

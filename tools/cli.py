@@ -51,7 +51,9 @@ DEFAULT_STORE = "atoll-store"
 
 @app.command(rich_help_panel=DATA)
 def ingest(
-    source: Annotated[str, typer.Argument(help="A file, a folder, a glob, or the name of a data set for --format datasets.")],
+    source: Annotated[
+        str, typer.Argument(help="A file, a folder, a glob, or the name of a data set for --format datasets.")
+    ],
     corpus: Annotated[str, typer.Option(help="Name of the corpus that the documents belong to.")],
     format_: Annotated[
         str, typer.Option("--format", help="parquet, jsonl, finephrase, cosmopedia or datasets.")
@@ -59,17 +61,22 @@ def ingest(
     store: StoreOption = DEFAULT_STORE,
     column: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=COLUMN: where text, license, prompt, generator, access, label, tokens … stand; repeat it."),
+        typer.Option(
+            help="NAME=COLUMN: where text, license, prompt, generator, access, label, tokens … stand; repeat it."
+        ),
     ] = None,
     origin: Annotated[
-        str | None, typer.Option(help="real or synthetic; real where not said, finephrase and cosmopedia are synthetic.")
+        str | None,
+        typer.Option(help="real or synthetic; real where not said, finephrase and cosmopedia are synthetic."),
     ] = None,
     license_: Annotated[
         str | None, typer.Option("--license", help="Licence of documents that name none; `unknown` by default.")
     ] = None,
     access: Annotated[str, typer.Option(help="Policy label of documents that have none.")] = "public",
     generator: Annotated[str | None, typer.Option(help="What wrote the synthetic documents.")] = None,
-    prompt: Annotated[str | None, typer.Option(help="Kind of the synthetic documents: faq, math, table, tutorial, …")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Kind of the synthetic documents: faq, math, table, tutorial, …")
+    ] = None,
     split: Annotated[str, typer.Option(help="Split of a --format datasets source.")] = "train",
     subset: Annotated[str | None, typer.Option(help="Configuration of a --format datasets source, as `faq`.")] = None,
     holdout_share: Annotated[float, typer.Option(help="Share of the real documents kept aside as the holdout.")] = 0.02,
@@ -104,9 +111,12 @@ def ingest(
 @app.command(rich_help_panel=DATA)
 def tokenizer(
     store: StoreOption = DEFAULT_STORE,
-    vocab_size: Annotated[int, typer.Option(help="Tokens of a byte-level BPE trained on the store's documents.")] = 4096,
+    vocab_size: Annotated[
+        int, typer.Option(help="Tokens of a byte-level BPE trained on the store's documents.")
+    ] = 4096,
     adopt: Annotated[
-        str | None, typer.Option(help="Take a tokenizer.json, a local model folder, or a name on the Hugging Face hub instead.")
+        str | None,
+        typer.Option(help="Take a tokenizer.json, a local model folder, or a name on the Hugging Face hub instead."),
     ] = None,
 ) -> None:
     """Train a tokenizer on the documents, or adopt one.
@@ -130,8 +140,12 @@ def tokenizer(
 def score(
     store: StoreOption = DEFAULT_STORE,
     steps: Annotated[int | None, typer.Option(help="Training steps of the scoring model.")] = None,
-    checkpoints: Annotated[int | None, typer.Option(help="Checkpoints along them that gradients are compared at.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")] = None,
+    checkpoints: Annotated[
+        int | None, typer.Option(help="Checkpoints along them that gradients are compared at.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
+    ] = None,
     tokenizer: TokenizerOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
@@ -163,9 +177,10 @@ def tier(
 
     Example: atoll tier --share 0.8
     """
-    from manifests.catalog import Catalog
     from pipeline.tier import TierConfig, tier_table
     from pipeline.tier import tier as run_tier
+
+    from manifests.catalog import Catalog
     from tools.progress import progress_report
 
     opened = _open(store)
@@ -178,7 +193,9 @@ def tier(
 @app.command(rich_help_panel=DATA)
 def shard(
     store: StoreOption = DEFAULT_STORE,
-    tier_version: Annotated[int | None, typer.Option(help="Tier version to write views of; the newest by default.")] = None,
+    tier_version: Annotated[
+        int | None, typer.Option(help="Tier version to write views of; the newest by default.")
+    ] = None,
     shard_bytes: Annotated[int, typer.Option(help="Largest uncompressed size of a shard, bytes.")] = 1 << 20,
     tokenizer: TokenizerOption = None,
     format_: FormatOption = Format.table,
@@ -215,10 +232,14 @@ def view(
     from manifests.catalog import Catalog, write_whole
 
     opened = _open(store)
-    views = "SELECT object FROM views WHERE tier = ? AND (tier_version = ? OR ? IS NULL) ORDER BY tier_version DESC LIMIT 1"
+    views = (
+        "SELECT object FROM views WHERE tier = ? AND (tier_version = ? OR ? IS NULL) ORDER BY tier_version DESC LIMIT 1"
+    )
     rows = Catalog(opened).rows(views, [tier, tier_version, tier_version])
     if not rows:
-        raise UserError(f"no view of tier {tier!r}; tiers are S, A, B, C and holdout, and `atoll shard` writes their views")
+        raise UserError(
+            f"no view of tier {tier!r}; tiers are S, A, B, C and holdout, and `atoll shard` writes their views"
+        )
     write_whole(out / "index.json", opened.get(rows[0]["object"]))
     print(f"StreamingDataset(local={str(out)!r}, remote={opened.table_uri('pool')!r})")
 
@@ -229,7 +250,10 @@ def train(
     run: RunOption = "main",
     islands: Annotated[int, typer.Option(help="Island processes on this machine.")] = 4,
     strategies: Annotated[
-        str, typer.Option(help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform.")
+        str,
+        typer.Option(
+            help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform."
+        ),
     ] = "aggressive,balanced,conservative,adaptive",
     steps: Annotated[int, typer.Option(help="Inner steps of each island.")] = 160,
     batch_size: Annotated[int, typer.Option(help="Sequences in an inner step.")] = 8,
@@ -238,8 +262,12 @@ def train(
     sync_every: Annotated[int, typer.Option(help="Inner steps between two syncs of a fragment (H).")] = 32,
     fragments: Annotated[int, typer.Option(help="Fragments of the parameters (P).")] = 4,
     quorum: Annotated[int, typer.Option(help="Islands that a merge needs at least (K).")] = 2,
-    model: Annotated[str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")] = None,
-    tier_version: Annotated[int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
+    ] = None,
+    tier_version: Annotated[
+        int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")
+    ] = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -328,7 +356,9 @@ def rollback_apply(
     run: RunOption = "main",
     store: StoreOption = DEFAULT_STORE,
     format_: FormatOption = Format.table,
-    no_train: Annotated[bool, typer.Option("--no-train", help="Make the branch only; `atoll rollback apply` again trains it.")] = False,
+    no_train: Annotated[
+        bool, typer.Option("--no-train", help="Make the branch only; `atoll rollback apply` again trains it.")
+    ] = False,
 ) -> None:
     """Replay the run from its last clean state without the documents: a new branch; nothing old is deleted.
 
@@ -495,7 +525,8 @@ def _print_summary(summary: dict[str, Any]) -> None:
         STDERR.print("done before with the same options and inputs; nothing changed")
     for name, value in summary.items():
         if name != "already_done":
-            STDERR.print(f"  {name}: {json.dumps(value) if isinstance(value, dict | list) else value}", markup=False)
+            shown = json.dumps(value) if isinstance(value, dict | list) else value
+            STDERR.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
 
 
 def _print_plan(plan: Any, format_: Format) -> None:

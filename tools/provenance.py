@@ -19,7 +19,7 @@ def last_global_checkpoint(catalog: Catalog, run: str) -> dict[str, Any]:
     """
     rows = catalog.ask("last_checkpoint", run=run).to_pylist()
     if not rows:
-        raise UserError(f"run {run!r} has no global checkpoint yet; `atoll sql \"select run from runs\"` lists the runs")
+        raise UserError(f'run {run!r} has no global checkpoint yet; `atoll sql "select run from runs"` lists the runs')
     return rows[0]
 
 

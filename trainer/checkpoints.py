@@ -141,8 +141,13 @@ def save_island(
         "loss": loss,
         "holdout_loss": holdout_loss,
     }
-    committed = append(run.store, "checkpoints", [row], writer=f"checkpoint/{run.name}/{island}", sequence=progress.round)
-    if not committed and identity not in read(run.store, "checkpoints", columns=["checkpoint"])["checkpoint"].to_pylist():
+    committed = append(
+        run.store, "checkpoints", [row], writer=f"checkpoint/{run.name}/{island}", sequence=progress.round
+    )
+    if (
+        not committed
+        and identity not in read(run.store, "checkpoints", columns=["checkpoint"])["checkpoint"].to_pylist()
+    ):
         raise SequenceTaken(
             f"island {island} of run {run.name} is being run elsewhere: round {progress.round} is committed by another process; "
             "this one stops, nothing of it counts"

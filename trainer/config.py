@@ -82,7 +82,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", self.run):
             raise UserError(f"run name {self.run!r}: use letters, digits, dot, dash and underscore, at most 100")
-        for name in ("num_islands", "steps", "batch_size", "num_fragments", "sync_every", "quorum", "holdout_sequences"):
+        for name in (
+            "num_islands",
+            "steps",
+            "batch_size",
+            "num_fragments",
+            "sync_every",
+            "quorum",
+            "holdout_sequences",
+        ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.seq_len < 2:
@@ -102,7 +110,9 @@ class RunConfig:
             raise UserError(f"quorum ({self.quorum}) is above the number of islands ({self.num_islands})")
         unknown = [name for name in self.strategies if name not in STRATEGIES]
         if unknown or not self.strategies:
-            raise UserError(f"strategy {', '.join(unknown) or '(none)'} is not known; there are {', '.join(STRATEGIES)}")
+            raise UserError(
+                f"strategy {', '.join(unknown) or '(none)'} is not known; there are {', '.join(STRATEGIES)}"
+            )
         if not 0 < self.lr < 1:
             raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
 

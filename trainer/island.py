@@ -7,7 +7,9 @@ outer gradient sent: what others build on is always on record.
 from __future__ import annotations
 
 import json
+import os
 import queue
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -114,7 +116,7 @@ class Island:
         self.incarnation = self._claim_incarnation()
         self._record_mixture("first assignment" if row is None else "as checkpointed")
         self._resume_fragments()
-        self._event("island_joined", incarnation=self.incarnation, step=self.progress.step)
+        self._event("island_joined", step=self.progress.step, pid=os.getpid(), host=socket.gethostname())
 
         self._rows: dict[str, list[Any]] = {}
         self._previous_path: str | None = row["object"] if row is not None and row["run"] == run.name else None

@@ -67,9 +67,7 @@ def launch(
     common = ["--store", run.store.uri, "--run", run.name, "--parent-pid", str(os.getpid())]
     roles = [Role(island=GLOBAL, arguments=[*command, "syncer", *common], log=logs / "syncer.log")]
     roles += [
-        Role(
-            island=i, arguments=[*command, "island", *common, "--island", str(i)], log=logs / f"island-{i}.log"
-        )
+        Role(island=i, arguments=[*command, "island", *common, "--island", str(i)], log=logs / f"island-{i}.log")
         for i in range(config.num_islands)
     ]
     threads = num_threads or max(1, (os.cpu_count() or 1) // config.num_islands)
@@ -115,7 +113,11 @@ def _tend(
     how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     on_status({"island": role.island, "state": "died", "how": how})
     kind = "syncer_died" if role.island == GLOBAL else "island_died"
-    append(run.store, "events", [{"run": run.name, "kind": kind, "island": role.island, "detail": json.dumps({"how": how})}])
+    append(
+        run.store,
+        "events",
+        [{"run": run.name, "kind": kind, "island": role.island, "detail": json.dumps({"how": how})}],
+    )
     if role.restarts > MAX_RESTARTS:
         raise Failure(
             f"{role.name} of run {run.name} died {role.restarts} times, last by {how}: {_last_line(role.log)}; its log is {role.log}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 WINDOW_SHARDS = 4
@@ -52,7 +53,7 @@ class TierOrder:
         for ahead in self._windows[window : window + 2]:
             yield from (int(shard) for shard in ahead)
 
-    def _permute(self, window: int) -> tuple[np.ndarray, np.ndarray]:
+    def _permute(self, window: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         shards = self._windows[window]
         shard_of = np.repeat(shards, self._counts[shards])
         position_of = np.concatenate([np.arange(self._counts[shard]) for shard in shards])

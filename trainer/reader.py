@@ -6,7 +6,7 @@ The format is manifests/mds.py. Neither streaming nor torch is imported here.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ def shard_name(entry: Mapping[str, Any]) -> str:
 class ShardReader:
     """Decoded shards of one view, fetched ahead in the background."""
 
-    def __init__(self, store: Store, entries: list[Mapping[str, Any]], *, token_dtype: np.dtype[Any]) -> None:
+    def __init__(self, store: Store, entries: Sequence[Mapping[str, Any]], *, token_dtype: np.dtype[Any]) -> None:
         self._store = store
         self._entries = entries
         self._token_dtype = token_dtype

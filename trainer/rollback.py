@@ -92,9 +92,7 @@ def plan_rollback(store: Store, run_name: str, predicate: str) -> Plan:
         raise UserError(
             f"no checkpoint of run {run_name} has seen the {len(doc_ids)} documents WHERE {predicate}; there is nothing to undo"
         )
-    tainted = {
-        row["checkpoint"] for chain in chains.values() for row in chain[_first_touched(chain, segments) :]
-    }
+    tainted = {row["checkpoint"] for chain in chains.values() for row in chain[_first_touched(chain, segments) :]}
     merges = _merges(catalog, run)
     first_tainted = min((m.number for m in merges if m.checkpoint in tainted), default=None)
     clean = [m for m in merges if first_tainted is None or m.number < first_tainted]
@@ -159,7 +157,9 @@ def _matching(catalog: Catalog, config: RunConfig, predicate: str) -> list[bytes
 def _chain(catalog: Catalog, run: Run, island: int) -> list[dict[str, Any]]:
     """Checkpoints of an island from its first to its last, those of the runs that it branches from included."""
     columns = "checkpoint, parent, run, island, round, step, tokens, clock, anchor, object"
-    rows = {row["checkpoint"]: row for row in catalog.rows(f"SELECT {columns} FROM checkpoints WHERE island <> {GLOBAL}")}
+    rows = {
+        row["checkpoint"]: row for row in catalog.rows(f"SELECT {columns} FROM checkpoints WHERE island <> {GLOBAL}")
+    }
     own = [row for row in rows.values() if row["run"] == run.name and row["island"] == island]
     head: bytes | None = max(own, key=lambda row: row["round"])["checkpoint"] if own else None
     if head is None and run.branch is not None:

@@ -47,7 +47,9 @@ def adapt(weights: Mapping[str, float], effectiveness: Mapping[str, float | None
         weights: the mix so far.
         effectiveness: descent of the training loss since the last step, nats per token, None where it wasn't measured.
     """
-    measured = {tier: e for tier, e in effectiveness.items() if e is not None and math.isfinite(e) and weights[tier] > 0}
+    measured = {
+        tier: e for tier, e in effectiveness.items() if e is not None and math.isfinite(e) and weights[tier] > 0
+    }
     if len(measured) < 2:
         return dict(weights)
     mean = sum(measured.values()) / len(measured)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from manifests.mds import read_index
 from manifests.schemas import TIERS
@@ -40,7 +41,7 @@ class Span:
 class Sequence:
     """`seq_len` tokens of one tier, and where they come from."""
 
-    tokens: np.ndarray
+    tokens: npt.NDArray[Any]
     tier: str
     spans: list[Span]
 
@@ -101,7 +102,7 @@ class TierStream:
         Raises:
             Failure: a shard can't be read, or every document of the tier is excluded.
         """
-        pieces: list[np.ndarray] = []
+        pieces: list[npt.NDArray[Any]] = []
         spans: list[Span] = []
         filled = 0
         passed_over = 0

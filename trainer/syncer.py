@@ -111,7 +111,7 @@ class Syncer:
             # The order matters: what an island sent before it finished is seen by the sweep after.
             self._note_finished()
             everyone = len(self._finished) == self.run.config.num_islands
-            merged = any([self._consider(number, flush=everyone) for number in range(len(self.fragments))])
+            merged = sum(self._consider(number, flush=everyone) for number in range(len(self.fragments))) > 0
             if everyone and not merged:
                 break
             if not merged:
@@ -288,9 +288,7 @@ class Syncer:
             "version": version,
             "detail": json.dumps(detail),
         }
-        append(
-            self.run.store, "events", [row], writer=self._tape if sequence is not None else None, sequence=sequence
-        )
+        append(self.run.store, "events", [row], writer=self._tape if sequence is not None else None, sequence=sequence)
 
     def _note_finished(self) -> None:
         for island in range(self.run.config.num_islands):

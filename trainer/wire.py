@@ -57,5 +57,5 @@ def _tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

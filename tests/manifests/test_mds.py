@@ -238,21 +238,24 @@ def u32(*values: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("part", "replacement", "message"),
+    ("change", "message"),
     [
-        ("count", u32(3), "says 3 documents, not 2"),
-        ("offsets", lambda at: u32(at[0], at[2] + 8, at[2]), "don't fit"),
-        ("offsets", lambda at: u32(at[0], at[1], at[2] - 2), "don't fit"),
-        ("offsets", lambda at: u32(at[0], at[2], at[2]), "document 1 has only 0 bytes"),
-        ("offsets", lambda at: u32(at[0], at[1] + 2, at[2]), "document 0 has 36 bytes, which can't be"),
-        ("offsets", lambda at: u32(at[0] + 1, at[1], at[2]), "config isn't JSON"),
+        (lambda raw, at: u32(3) + raw[4:], "says 3 documents, not 2"),
+        (lambda raw, at: raw[:13], "says 2 documents, not 2, in 13 bytes"),
+        (lambda raw, at: raw[:4] + u32(8, at[1], at[2]) + raw[16:], "offsets 8 to .* don't fit"),
+        (lambda raw, at: raw[:4] + u32(at[0], at[2] + 8, at[2]) + raw[16:], "don't fit"),
+        (lambda raw, at: raw[:4] + u32(at[0], at[1], at[2] - 2) + raw[16:], "don't fit"),
+        (lambda raw, at: raw[:4] + u32(at[0], at[2], at[2]) + raw[16:], "document 1 has only 0 bytes"),
+        (lambda raw, at: raw[:4] + u32(at[0], at[1] + 2, at[2]) + raw[16:], "document 0 has 36 bytes, which"),
+        (lambda raw, at: raw[:4] + u32(at[0] + 1, at[1], at[2]) + raw[16:], "config isn't JSON"),
+        (lambda raw, at: raw[: at[0]] + u32(12) + raw[at[0] + 4 :], "can't be an id of 12 bytes"),
+        (lambda raw, at: raw[: at[1] + 4] + u32(8) + raw[at[1] + 8 :], "document 1 .* 8 bytes of uint16"),
     ],
 )
-def test_inconsistent_tables_are_named(part: str, replacement: Any, message: str) -> None:
+def test_inconsistent_tables_are_named(change: Any, message: str) -> None:
     encoded = encode_shard(*make_documents([5, 5]))
     raw = raw_of(encoded)
-    at = np.frombuffer(raw, U32, 3, 4).tolist()
-    changed = replacement + raw[4:] if part == "count" else raw[:4] + replacement(at) + raw[16:]
+    changed = change(raw, np.frombuffer(raw, U32, 3, 4).tolist())
     with pytest.raises(CorruptShard, match=message):
         decode_shard(*reseal(changed, encoded.entry), token_dtype=U16)
 

@@ -49,7 +49,11 @@ def test_processes_append_at_once_without_losing_rows(where: str, request: pytes
 
 def test_rows_of_a_job_count_when_the_job_is_committed(store: Store) -> None:
     job = make_job(store, "tier", config={}, inputs={})
-    job.append("tier_versions", [{"tier_version": 1, "method": "m", "parameters": "{}", "thresholds": "{}", "job": job.id}], part=1)
+    job.append(
+        "tier_versions",
+        [{"tier_version": 1, "method": "m", "parameters": "{}", "thresholds": "{}", "job": job.id}],
+        part=1,
+    )
     assert job.has_part("tier_versions", 1)
     assert not job.has_part("tier_versions", 2)
     assert Catalog(store).rows("SELECT * FROM tier_versions") == []
