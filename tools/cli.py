@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import typer
 import typer.exceptions
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from manifests.catalog import Catalog
     from manifests.store import Store
 
+T = TypeVar("T")
 DATA, TRAIN, ASK = "Data: from text to tiers and shards", "Training: islands and rollback", "Asking: SQL and reports"
 
 app = typer.Typer(
@@ -158,8 +160,10 @@ def score(
     from pipeline.score import score as run_score
     from tools.progress import progress_report
 
-    options = _given(steps=steps, num_checkpoints=checkpoints, tokenizer=tokenizer, model=_model(model))
-    config = ScoreConfig(seed=seed, device=device, **options)
+    spec = _model(model) or {}
+    described = {"model_path": spec["path"]} if "path" in spec else {"model": spec or None}
+    options = _given(steps=steps, num_checkpoints=checkpoints, tokenizer=tokenizer, **described)
+    config = _configured(ScoreConfig, seed=seed, device=device, **options)
     with progress_report() as report:
         summary = run_score(_open(store), config=config, report=report)
     _print_summary(summary)
@@ -185,7 +189,9 @@ def tier(
 
     opened = _open(store)
     with progress_report() as report:
-        summary = run_tier(opened, config=TierConfig(share=share, confidence=confidence, max_s=max_s), report=report)
+        summary = run_tier(
+            opened, config=_configured(TierConfig, share=share, confidence=confidence, max_s=max_s), report=report
+        )
     _print_summary(summary)
     print_answer(tier_table(Catalog(opened), summary["tier_version"]), format_)
 
@@ -262,6 +268,10 @@ def train(
     sync_every: Annotated[int, typer.Option(help="Inner steps between two syncs of a fragment (H).")] = 32,
     fragments: Annotated[int, typer.Option(help="Fragments of the parameters (P).")] = 4,
     quorum: Annotated[int, typer.Option(help="Islands that a merge needs at least (K).")] = 2,
+    outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer step.")] = 0.7,
+    outer_momentum: Annotated[
+        float, typer.Option(help="Nesterov momentum of the outer step; a run of few outer steps wants little.")
+    ] = 0.9,
     model: Annotated[
         str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
     ] = None,
@@ -292,6 +302,8 @@ def train(
         sync_every=sync_every,
         num_fragments=fragments,
         quorum=min(quorum, islands),
+        outer_lr=outer_lr,
+        outer_momentum=outer_momentum,
         model=_model(model) or {},
         seed=seed,
         device=device,
@@ -552,6 +564,14 @@ def _pairs(options: list[str]) -> dict[str, str]:
 
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _configured(kind: Callable[..., T], **options: Any) -> T:
+    """A configuration from options; what it refuses is the user's to mend."""
+    try:
+        return kind(**options)
+    except ValueError as e:
+        raise UserError(str(e)) from e
 
 
 def _model(option: str | None) -> dict[str, Any] | None:

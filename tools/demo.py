@@ -26,8 +26,11 @@ ISLANDS = 4
 STEPS = 320
 KILLED_ISLAND = 2
 HOLDOUT_SHARE = "0.1"
-SCORE: tuple[str, ...] = ()
-TRAIN = ("--islands", str(ISLANDS), "--steps", str(STEPS))
+SCORE = ("--steps", "240", "--checkpoints", "2")
+# So short a run from scratch makes few outer steps: momentum would only lag behind (docs/results/mainjob.md).
+OUTER = ("--sync-every", "16", "--outer-lr", "1", "--outer-momentum", "0")
+TRAIN = ("--islands", str(ISLANDS), "--steps", str(STEPS), "--lr", "0.004", *OUTER)
+NUM_WIKIPEDIA, NUM_CODE, NUM_PER_KIND = 2400, 600, 600
 PREDICATE = "label = 'noisy' and tier in ('S', 'A')"
 _POLL_S = 0.5
 
@@ -124,10 +127,10 @@ def _prepare_text(folder: Path, *, seed: int) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     counts = {
-        "wikipedia": export_wikipedia(folder / "wikipedia.parquet", num_documents=4000, seed=seed),
-        "python": export_stdlib_code(folder / "code.parquet", num_documents=1200, seed=seed),
+        "wikipedia": export_wikipedia(folder / "wikipedia.parquet", num_documents=NUM_WIKIPEDIA, seed=seed),
+        "python": export_stdlib_code(folder / "code.parquet", num_documents=NUM_CODE, seed=seed),
     }
-    planted = make_synthetic(folder / "wikipedia.parquet", folder / "finephrase", num_per_kind=1000, seed=seed)
+    planted = make_synthetic(folder / "wikipedia.parquet", folder / "finephrase", num_per_kind=NUM_PER_KIND, seed=seed)
     write_whole(marker, recipe.encode())
     STDERR.print(f"text in {folder}: {counts}, synthetic by planted quality: {planted}", markup=False, soft_wrap=True)
 

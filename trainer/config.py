@@ -115,6 +115,10 @@ class RunConfig:
             )
         if not 0 < self.lr < 1:
             raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
+        if not 0 < self.outer_lr <= 2:
+            raise UserError(f"outer_lr is {self.outer_lr}; it must lie above 0 and up to 2")
+        if not 0 <= self.outer_momentum < 1:
+            raise UserError(f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1")
 
     @property
     def round_steps(self) -> int:

@@ -8,7 +8,7 @@ new run that starts there and leaves the documents out; nothing old is deleted.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,13 +87,15 @@ def plan_rollback(store: Store, run_name: str, predicate: str) -> Plan:
     run = load_run(store, run_name, catalog=catalog)
     doc_ids = _matching(catalog, run.config, predicate)
     segments = {row["checkpoint"]: row for row in catalog.rows(_SEGMENTS, [doc_ids])}
-    chains = {island: _chain(catalog, run, island) for island in range(run.config.num_islands)}
-    if not any(row["checkpoint"] in segments for chain in chains.values() for row in chain):
+    rows = {row["checkpoint"]: row for row in catalog.rows(_CHECKPOINTS)}
+    chains = {island: _chain(rows, run, island) for island in range(run.config.num_islands)}
+    merges = _merges(catalog, run)
+    seen = {row["checkpoint"] for chain in chains.values() for row in chain} | {m.checkpoint for m in merges}
+    tainted = _tainted(rows, segments) & seen
+    if not tainted:
         raise UserError(
             f"no checkpoint of run {run_name} has seen the {len(doc_ids)} documents WHERE {predicate}; there is nothing to undo"
         )
-    tainted = {row["checkpoint"] for chain in chains.values() for row in chain[_first_touched(chain, segments) :]}
-    merges = _merges(catalog, run)
     first_tainted = min((m.number for m in merges if m.checkpoint in tainted), default=None)
     clean = [m for m in merges if first_tainted is None or m.number < first_tainted]
     num_fragments = len(chains[0][0]["clock"]) if chains[0] else run.config.num_fragments
@@ -122,7 +124,7 @@ def apply_rollback(store: Store, plan: Plan) -> Run:
     store.put_content(excluded_object, excluded)
     new = Run(store=store, config=config, branch=None)
     for fragment, version in enumerate(plan.clock):
-        store.put_content(new.global_path(fragment, version), store.get(old.global_path(fragment, version)))
+        store.put_content(new.global_path(fragment, version), _fragment_bytes(old, fragment, version))
     branch = Branch(
         parent_run=plan.run,
         predicate=plan.predicate,
@@ -134,6 +136,16 @@ def apply_rollback(store: Store, plan: Plan) -> Run:
     return create_run(store, config, branch=branch)
 
 
+def _fragment_bytes(run: Run, fragment: int, version: int) -> bytes:
+    """A fragment's version, from the run or, where it's older than the run, from those that it branches from."""
+    while run.branch is not None and version < run.branch.clock[fragment]:
+        run = load_run(run.store, run.branch.parent_run)
+    return run.store.get(run.global_path(fragment, version))
+
+
+_CHECKPOINTS = f"""
+SELECT checkpoint, parent, run, island, round, step, tokens, clock, anchor FROM checkpoints WHERE island <> {GLOBAL} ORDER BY step
+"""
 _SEGMENTS = """
 SELECT checkpoint, min(step) AS first_step, count(DISTINCT doc_id) AS documents, sum(tokens)::BIGINT AS tokens, list(DISTINCT doc_id) AS ids
 FROM consumption WHERE doc_id IN (SELECT unnest(?::BLOB[])) GROUP BY checkpoint
@@ -154,12 +166,17 @@ def _matching(catalog: Catalog, config: RunConfig, predicate: str) -> list[bytes
     return list(pa.chunked_array(found["doc_id"]).to_pylist())
 
 
-def _chain(catalog: Catalog, run: Run, island: int) -> list[dict[str, Any]]:
+def _tainted(rows: Mapping[bytes, dict[str, Any]], segments: Mapping[bytes, dict[str, Any]]) -> set[bytes]:
+    """Checkpoints whose segment trained on one of the documents, and those that go on from one; `rows` by step, so that parents come first."""
+    tainted: set[bytes] = set()
+    for checkpoint, row in rows.items():
+        if checkpoint in segments or row["parent"] in tainted:
+            tainted.add(checkpoint)
+    return tainted
+
+
+def _chain(rows: Mapping[bytes, dict[str, Any]], run: Run, island: int) -> list[dict[str, Any]]:
     """Checkpoints of an island from its first to its last, those of the runs that it branches from included."""
-    columns = "checkpoint, parent, run, island, round, step, tokens, clock, anchor, object"
-    rows = {
-        row["checkpoint"]: row for row in catalog.rows(f"SELECT {columns} FROM checkpoints WHERE island <> {GLOBAL}")
-    }
     own = [row for row in rows.values() if row["run"] == run.name and row["island"] == island]
     head: bytes | None = max(own, key=lambda row: row["round"])["checkpoint"] if own else None
     if head is None and run.branch is not None:

@@ -14,10 +14,12 @@ import numpy as np
 from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.jobs import code_version, command_line
+from manifests.mds import read_index
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
 from trainer.config import RunConfig
+from trainer.reader import shard_name
 from trainer.stream import MixedStream, TierStream
 
 if TYPE_CHECKING:
@@ -144,7 +146,7 @@ def open_stream(run: Run, catalog: Catalog, *, island: int, weights: Mapping[str
         "SELECT tier, object FROM views WHERE tier_version = ? AND pool = ? AND documents > 0",
         [config.tier_version, config.pool],
     ):
-        if view["tier"] in TIERS:
+        if view["tier"] in TIERS and _has_documents(run.store, catalog, view["object"], excluded):
             tiers[view["tier"]] = TierStream(
                 run.store,
                 run.store.get(view["object"]),
@@ -156,9 +158,18 @@ def open_stream(run: Run, catalog: Catalog, *, island: int, weights: Mapping[str
             )
     if not tiers:
         raise UserError(
-            f"tier version {config.tier_version} has no views in pool {config.pool} of {run.store.uri}; run `atoll shard`"
+            f"tier version {config.tier_version} has no documents to train on in pool {config.pool} of {run.store.uri}; run `atoll shard`"
         )
     return MixedStream(tiers, seq_len=config.seq_len, weights=weights)
+
+
+def _has_documents(store: Store, catalog: Catalog, view: str, excluded: frozenset[bytes]) -> bool:
+    """Whether a view has documents that aren't excluded."""
+    if not excluded:
+        return True
+    shards = [shard_name(entry) for entry in read_index(store.get(view))]
+    left = "SELECT 1 FROM shards WHERE shard IN (SELECT unnest(?)) AND doc_id NOT IN (SELECT unnest(?::BLOB[])) LIMIT 1"
+    return bool(catalog.rows(left, [shards, sorted(excluded)]))
 
 
 def _shard_origins(catalog: Catalog, config: RunConfig) -> dict[str, str]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from manifests.errors import Failure
 from manifests.mds import read_index
 from manifests.schemas import TIERS
 from manifests.store import Store
@@ -116,7 +117,7 @@ class TierStream:
             if doc_id in self._excluded or self._offset >= len(tokens):
                 passed_over = passed_over + 1
                 if passed_over > 2 * self.num_documents:
-                    raise ValueError(f"tier {self.tier} has no document left to read: all are excluded or empty")
+                    raise Failure(f"tier {self.tier} has no document left to read: all are excluded or empty")
                 self._next_document(order)
                 continue
             passed_over = 0

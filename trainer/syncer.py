@@ -7,6 +7,7 @@ die at any moment, and another one goes on from the objects. Every version says 
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from trainer.run import GLOBAL, Run, holdout_tokens, load_run
 from trainer.wire import CorruptObject, object_hash, pack, unpack
 
 _POLL_S = 0.1
+_GRADIENT_NAME = re.compile(r"(\d+)-(\d+)\.safetensors")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,8 +41,8 @@ class Fragment:
     version: int
     parameters: Tensors
     momentum: Tensors
-    merged_paths: set[str] = field(default_factory=set)
-    """Outer gradients that went into this version: one that was taken against the version before is not merged twice."""
+    merged_rounds: dict[int, int] = field(default_factory=dict)
+    """Island → round of its last outer gradient that was merged: that one, and what it had sent before, isn't merged again."""
     quorum_since: float | None = None
     """When the next merge had its quorum, by this process' monotonic clock."""
 
@@ -145,9 +147,12 @@ class Syncer:
         oldest_base = max(0, fragment.version - self.run.config.max_staleness)
         for base in range(oldest_base, fragment.version + 1):
             for info in self.run.store.list(self.run.outer_folder(number, base)):
-                if info.path in fragment.merged_paths or info.path in self._refused:
+                name = _GRADIENT_NAME.fullmatch(PurePosixPath(info.path).name)
+                if name is None or info.path in self._refused:
                     continue
-                island, round_ = (int(part) for part in PurePosixPath(info.path).stem.split("-"))
+                island, round_ = int(name[1]), int(name[2])
+                if round_ <= fragment.merged_rounds.get(island, -1):
+                    continue
                 known = newest.get(island)
                 if known is None or known.round <= round_:
                     newest[island] = Contribution(path=info.path, island=island, round=round_)
@@ -163,6 +168,7 @@ class Syncer:
             try:
                 tensors, description = unpack(self.run.store.get(contribution.path), name=contribution.path)
                 self._check(fragment, tensors, contribution.path)
+                self._check_description(number, description, contribution)
             except CorruptObject as e:
                 self._refused.add(contribution.path)
                 self._append_event("refused", island=contribution.island, fragment=number, detail={"why": str(e)})
@@ -205,7 +211,7 @@ class Syncer:
             self.fragments[number] = self._load_fragment(number, fragment.names)
             return True
         fragment.version, fragment.parameters, fragment.momentum = version, parameters, momentum
-        fragment.merged_paths = {item["path"] for item in taken}
+        fragment.merged_rounds |= {item["island"]: item["round"] for item in taken}
         self.merge += 1
         self.latest = latest
         self._append_merge(description)
@@ -222,6 +228,19 @@ class Syncer:
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
             raise CorruptObject(f"{path} holds numbers that are not finite; the island has diverged")
 
+    def _check_description(self, number: int, description: dict[str, Any], contribution: Contribution) -> None:
+        expected = {
+            "run": self.run.name,
+            "fragment": number,
+            "island": contribution.island,
+            "round": contribution.round,
+        }
+        found = {name: description.get(name) for name in expected}
+        if found != expected:
+            raise CorruptObject(f"{contribution.path} says that it's of {found}, not of {expected}")
+        if not (description.get("tokens", 0) > 0 and description.get("steps", 0) > 0):
+            raise CorruptObject(f"{contribution.path} says that no step was taken for it")
+
     def _load_fragment(self, number: int, names: list[str]) -> Fragment:
         version = self.run.newest_version(number)
         path = self.run.global_path(number, version)
@@ -235,8 +254,22 @@ class Syncer:
             version=version,
             parameters=parameters,
             momentum=momentum,
-            merged_paths={item["path"] for item in description["contributions"]},
+            merged_rounds=self._merged_rounds(number, description),
         )
+
+    def _merged_rounds(self, number: int, description: dict[str, Any]) -> dict[int, int]:
+        """Rounds that went into a fragment's last versions, as far back as an outer gradient may reach."""
+        rounds: dict[int, int] = {}
+        for _ in range(max(1, self.run.config.max_staleness)):
+            if description["run"] != self.run.name:
+                break  # a branch's islands take the rounds after its start anew
+            for item in description["contributions"]:
+                rounds[item["island"]] = max(item["round"], rounds.get(item["island"], -1))
+            path = self.run.global_path(number, description["version"] - 1)
+            if not self.run.store.exists(path):
+                break
+            _, description = unpack(self.run.store.get(path), name=path)
+        return rounds
 
     def _complete_tape(self) -> None:
         """Writes the events of merges that a dead syncer made and didn't live to record."""

@@ -21,8 +21,9 @@ class CorruptObject(Failure):
 def pack(tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> bytes:
     """Tensors and what is known of them, as one object's bytes."""
     ready = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    metadata = {"atoll": json.dumps(dict(description), sort_keys=True), "hash": _tensors_hash(ready)}
-    return safetensors.torch.save(ready, metadata)
+    text = json.dumps(dict(description), sort_keys=True)
+    # One entry: safetensors writes several in no fixed order, and equal content shall be equal bytes.
+    return safetensors.torch.save(ready, {"atoll": f"{_content_hash(ready, text)} {text}"})
 
 
 def unpack(data: bytes, *, name: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -37,13 +38,13 @@ def unpack(data: bytes, *, name: str) -> tuple[dict[str, torch.Tensor], dict[str
     """
     try:
         size = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + size])["__metadata__"]
-        description = json.loads(metadata["atoll"])
+        promised, text = json.loads(data[8 : 8 + size])["__metadata__"]["atoll"].split(" ", 1)
+        description = json.loads(text)
         tensors = safetensors.torch.load(data)
-    except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, safetensors.SafetensorError) as e:
         raise CorruptObject(f"{name} is not an object of Atoll's, or damaged: {e}") from e
-    if _tensors_hash(tensors) != metadata["hash"]:
-        raise CorruptObject(f"{name} is damaged: its tensors don't have the hash that was written with them")
+    if _content_hash(tensors, text) != promised:
+        raise CorruptObject(f"{name} is damaged: its content doesn't have the hash that was written with it")
     return tensors, description
 
 
@@ -52,8 +53,8 @@ def object_hash(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def _tensors_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    digest = xxhash.xxh3_128()
+def _content_hash(tensors: Mapping[str, torch.Tensor], description: str) -> str:
+    digest = xxhash.xxh3_128(description.encode())
     for name in sorted(tensors):
         tensor = tensors[name]
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

@@ -17,6 +17,7 @@ from manifests.catalog import Catalog
 from manifests.errors import Failure
 from manifests.tables import open_store
 from tools.bench.frame import Benchmark, Figure, interleave, run_benchmark
+from tools.demo import ISLANDS, NUM_CODE, NUM_PER_KIND, NUM_WIKIPEDIA, OUTER, SCORE, STEPS
 from tools.output import STDERR
 
 
@@ -33,7 +34,16 @@ class Size:
     seeds: tuple[int, ...]
 
 
-FULL = Size(wikipedia=4000, code=1200, per_kind=1000, score_options=(), islands=4, steps=320, seeds=(0, 1, 2))
+LR = 4e-3
+FULL = Size(
+    wikipedia=NUM_WIKIPEDIA,
+    code=NUM_CODE,
+    per_kind=NUM_PER_KIND,
+    score_options=SCORE,
+    islands=ISLANDS,
+    steps=STEPS,
+    seeds=(0, 1, 2),
+)
 QUICK = Size(
     wikipedia=500,
     code=150,
@@ -152,7 +162,7 @@ def _prepare(folder: Path, size: Size, seed: int) -> str:
 
 
 def _train_islands(store: str, run: str, size: Size, seed: int, *more: str) -> float:
-    options = ["--islands", str(size.islands), "--steps", str(size.steps), "--seed", str(seed)]
+    options = ["--islands", str(size.islands), "--steps", str(size.steps), "--lr", str(LR), *OUTER, "--seed", str(seed)]
     _atoll("train", "--run", run, *options, "--store", store, *more)
     rows = Catalog(open_store(store)).ask("last_checkpoint", run=run).to_pylist()
     return float(rows[0]["holdout_loss"])

@@ -1,0 +1,148 @@
+"""The main job end to end, as its user runs it: on a folder and on S3, killed, interrupted, continued, rolled back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from manifests.catalog import Catalog
+from manifests.tables import open_store
+from tests.main_job import TRAIN, atoll, model_option, prepare, query, start, stop_group, succeed
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a store that is ready to train on; not to be changed."""
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder, str(folder / "store"))
+    return folder
+
+
+@pytest.fixture
+def ready(prepared: Path, tmp_path: Path) -> str:
+    """A store that is ready to train on, this test's own. The sources stay where they were ingested from."""
+    shutil.copytree(prepared / "store", tmp_path / "store")
+    return str(tmp_path / "store")
+
+
+def _check_ledger(store: str, run: str) -> None:
+    """The consumption table says what the islands' own counters say, tier by tier and token by token."""
+    recorded = query(
+        f"select tier, sum(tokens)::bigint as tokens from consumption where run = '{run}' group by tier", store=store
+    )
+    counted = query(
+        "select sum(tokens_s)::bigint as S, sum(tokens_a)::bigint as A, sum(tokens_b)::bigint as B, sum(tokens_c)::bigint as C from ("
+        f"select * from checkpoints where run = '{run}' and island >= 0 qualify row_number() over (partition by island order by round desc) = 1)",
+        store=store,
+    )[0]
+    assert {row["tier"]: row["tokens"] for row in recorded} == {tier: n for tier, n in counted.items() if n}
+    assert "agrees" in atoll("made", "--run", run, store=store).stderr
+
+
+def _steps(store: str, run: str) -> dict[int, int]:
+    rows = Catalog(open_store(store)).rows(
+        "SELECT island, max(step) AS step FROM checkpoints WHERE run = ? AND island >= 0 GROUP BY island", [run]
+    )
+    return {row["island"]: row["step"] for row in rows}
+
+
+def _wait_for_step(store: str, run: str, step: int, *, island: int = 0) -> None:
+    deadline = time.monotonic() + 100
+    while _steps(store, run).get(island, 0) < step:
+        assert time.monotonic() < deadline, "the run doesn't get on"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("where", ["folder", "s3"])
+def test_train_query_roll_back_and_report(
+    where: str, prepared: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if where == "folder":
+        store = request.getfixturevalue("ready")
+    else:
+        store = request.getfixturevalue("s3_environment")
+        prepare(tmp_path, store)
+    succeed("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=store)
+    assert set(_steps(store, "r").values()) == {32}
+    _check_ledger(store, "r")
+    where_bad = "label in ('noisy', 'degenerate')"
+    assert '"redo_steps"' in succeed(
+        "rollback", "plan", "--run", "r", "--where", where_bad, "--format", "json", store=store
+    )
+    succeed("rollback", "apply", "--run", "r", "--where", where_bad, store=store)
+    branch = str(query("select run from runs where parent_run = 'r'", store=store)[0]["run"])
+    bad = query(
+        f"select count(*) as n from consumption join documents using (doc_id) where run = '{branch}' and {where_bad}",
+        store=store,
+    )
+    assert bad == [{"n": 0}]
+    assert set(_steps(store, branch).values()) == {32}
+    succeed("report", "--run", "r", "--out", str(tmp_path / "report.html"), store=store)
+    assert (tmp_path / "report.html").stat().st_size > 10_000
+
+
+def test_killed_island_comes_back_and_the_others_go_on(ready: str, tmp_path: Path) -> None:
+    process = start("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=ready)
+    _wait_for_step(ready, "r", 8, island=1)
+    detail = Catalog(open_store(ready)).rows(
+        "SELECT json_extract(detail::JSON, 'pid')::INTEGER AS pid FROM events WHERE kind = 'island_joined' AND island = 1"
+    )
+    os.kill(detail[0]["pid"], signal.SIGKILL)
+    _, err = process.communicate(timeout=150)
+    assert process.returncode == 0, err
+    assert "island 1: killed by SIGKILL" in err
+    assert set(_steps(ready, "r").values()) == {32}
+    _check_ledger(ready, "r")
+    kinds = query(
+        "select island, count(*) as n from events where kind = 'island_joined' group by all order by island",
+        store=ready,
+    )
+    assert kinds == [{"island": 0, "n": 1}, {"island": 1, "n": 2}]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
+def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path: Path, how: signal.Signals) -> None:
+    arguments = ("train", "--run", "r", *TRAIN, *model_option(tmp_path))
+    process = start(*arguments, store=ready)
+    _wait_for_step(ready, "r", 8)
+    stop_group(process, how)
+    _, err = process.communicate(timeout=60)
+    if how is signal.SIGINT:
+        assert process.returncode == 130
+        assert "goes on from there" in err
+        assert "Traceback" not in err
+    _wait_until_alone(ready)
+    succeed(*arguments, store=ready)
+    assert set(_steps(ready, "r").values()) == {32}
+    _check_ledger(ready, "r")
+    assert "finished already" in atoll(*arguments, store=ready).stderr
+    different = atoll(*arguments, "--lr", "0.001", store=ready)
+    assert different.returncode == 2
+    assert "lr: 0.003 there, 0.001 here" in different.stderr
+
+
+def _wait_until_alone(store: str) -> None:
+    """Waits until no process of the store's run is left; that they leave by themselves is the point."""
+    deadline = time.monotonic() + 20
+    while True:
+        alive = [
+            p
+            for p in Path("/proc").glob("[0-9]*/cmdline")
+            if store.encode() in _read(p) and b"--parent-pid" in _read(p)
+        ]
+        if not alive:
+            return
+        assert time.monotonic() < deadline, f"still there: {alive}"
+        time.sleep(0.3)
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

@@ -1,0 +1,333 @@
+"""Islands and syncer: the ledger is exact, deaths lose nothing that was committed, and what is damaged or foreign is kept out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
+
+from manifests.catalog import Catalog
+from manifests.errors import SequenceTaken, UserError
+from manifests.schemas import TIERS
+from manifests.store import Store
+from manifests.tables import create_store
+from tools.provenance import check_ledger, checkpoint_documents, last_global_checkpoint
+from trainer.island import Island
+from trainer.run import GLOBAL, Run, load_run
+from trainer.syncer import Syncer, prepare_run
+from trainer.wire import pack, unpack
+
+_SPANS = """
+SELECT step, position, doc_id, tier, origin, token_start, tokens, loss
+FROM consumption WHERE run = ? AND island = ? ORDER BY step, position
+"""
+
+
+class Killed(Exception):
+    """What a test's fault raises."""
+
+
+@pytest.fixture(scope="module")
+def unmerged(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    """A store with a run whose two islands have finished, with nothing merged yet."""
+    store = create_store(str(tmp_path_factory.mktemp("unmerged") / "store"))
+    fabricate(store)
+    run = start_run(store, "r")
+    for island in range(2):
+        train_alone(run, island)
+    return store
+
+
+@pytest.fixture
+def unmerged_run(unmerged: Store, tmp_path: Path) -> Run:
+    """The run of a copy of that store."""
+    return load_run(copy_store(unmerged, tmp_path / "copy"), "r")
+
+
+def _checkpoints(run: Run) -> list[dict[str, Any]]:
+    return Catalog(run.store).rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY island, round", [run.name])
+
+
+def _last(run: Run, island: int) -> dict[str, Any]:
+    return [row for row in _checkpoints(run) if row["island"] == island][-1]
+
+
+def _counters(row: dict[str, Any]) -> dict[str, int]:
+    return {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
+
+
+def _recorded(run: Run, island: int, catalog: Catalog | None = None) -> dict[str, int]:
+    sums = (catalog or Catalog(run.store)).rows(
+        "SELECT tier, sum(tokens)::BIGINT AS n FROM consumption WHERE run = ? AND island = ? GROUP BY tier",
+        [run.name, island],
+    )
+    return dict.fromkeys(TIERS, 0) | {row["tier"]: row["n"] for row in sums}
+
+
+def _events(run: Run, kind: str) -> list[dict[str, Any]]:
+    rows = Catalog(run.store).rows(
+        "SELECT * FROM events WHERE run = ? AND kind = ? ORDER BY written_at", [run.name, kind]
+    )
+    return [row | {"detail": json.loads(row["detail"])} for row in rows]
+
+
+def _spans(run: Run, island: int) -> list[dict[str, Any]]:
+    return Catalog(run.store).rows(_SPANS, [run.name, island])
+
+
+def _die_before_committing(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
+    import trainer.island
+
+    save = trainer.island.save_island
+
+    def die(run: Run, **more: Any) -> str:
+        if more["progress"].round == round_:
+            raise Killed
+        return save(run, **more)
+
+    monkeypatch.setattr("trainer.island.save_island", die)
+
+
+def _check_whole_ledger(run: Run) -> None:
+    catalog, config = Catalog(run.store), run.config
+    recorded = [_recorded(run, island, catalog) for island in range(config.num_islands)]
+    assert [_counters(_last(run, island)) for island in range(config.num_islands)] == recorded
+    total = {tier: sum(sums[tier] for sums in recorded) for tier in TIERS}
+    assert sum(total.values()) == config.num_islands * config.steps * config.batch_size * config.seq_len
+    assert _counters(last_global_checkpoint(catalog, run.name)) == total
+    made = checkpoint_documents(catalog, run.name).to_pylist()
+    assert {tier: sum(row["tokens"] for row in made if row["tier"] == tier) for tier in TIERS} == total
+    assert sum(row["share"] for row in made) == pytest.approx(1)
+    assert "agrees" in check_ledger(catalog, run.name)
+
+
+def test_ledger_of_islands_that_train_together_is_exact(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", grace_s=0.05, max_staleness=100)
+    loss = train_together(run)
+    _check_whole_ledger(run)
+    merges = Catalog(tiny_store).rows("SELECT DISTINCT merge, fragment, version FROM merges WHERE run = 'r'")
+    assert sorted(m["merge"] for m in merges) == list(range(1, len(merges) + 1))
+    assert len(merges) > run.config.num_fragments
+    assert any(max(row["clock"]) > 0 for row in _checkpoints(run) if row["island"] != GLOBAL)
+    assert _events(run, "finished")[0]["detail"]["holdout_loss"] == loss
+
+
+def test_ledger_of_islands_that_never_heard_of_each_other_is_exact(unmerged_run: Run) -> None:
+    run = unmerged_run
+    Syncer(run, emit=silent).serve()
+    _check_whole_ledger(run)
+    # Every island's newest outer gradient of every fragment, and none that it supersedes.
+    merged = Catalog(unmerged_run.store).rows("SELECT fragment, version, island, steps FROM merges WHERE run = 'r'")
+    assert sorted(tuple(row.values()) for row in merged) == [(f, 1, i, 8) for f in range(2) for i in range(2)]
+
+
+@pytest.mark.parametrize("max_staleness", [1, 3])
+def test_an_outer_gradient_is_merged_once(tiny_store: Store, max_staleness: int) -> None:
+    run = start_run(tiny_store, "r", max_staleness=max_staleness)
+    train_together(run)
+    Syncer(run, emit=silent).serve()
+    taken = [c["path"] for event in _events(run, "merge") for c in event["detail"]["contributions"]]
+    assert len(taken) == len(set(taken))
+    for island in range(2):
+        for fragment in range(2):
+            rounds = [
+                c["round"]
+                for event in _events(run, "merge")
+                for c in event["detail"]["contributions"]
+                if (c["island"], c["fragment"]) == (island, fragment)
+            ]
+            assert rounds == sorted(rounds)
+
+
+def test_an_empty_tier_gives_its_share_away(store: Store) -> None:
+    fabricate(store, empty_tiers=("S",))
+    run = start_run(store, "r", num_islands=1)
+    train_alone(run, 0)
+    assert _recorded(run, 0)["S"] == 0
+    assert sum(_recorded(run, 0).values()) == 8 * 2 * 16
+
+
+@pytest.mark.parametrize("round_", [1, 3, 4, 8])
+def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
+    tiny_store: Store, monkeypatch: pytest.MonkeyPatch, round_: int
+) -> None:
+    whole = start_run(tiny_store, "whole", num_islands=1)
+    train_alone(whole, 0)
+    broken = start_run(tiny_store, "broken", num_islands=1)
+    with monkeypatch.context() as patch:
+        _die_before_committing(patch, round_)
+        with pytest.raises(Killed):
+            train_alone(broken, 0)
+    # The dead segment lies in the table, and nobody sees it.
+    raw = Catalog(tiny_store).rows(
+        "SELECT count(*) AS n FROM raw.consumption WHERE run = 'broken' AND step = ?", [round_]
+    )
+    assert raw[0]["n"] > 0
+    assert max((span["step"] for span in _spans(broken, 0)), default=0) == round_ - 1
+
+    island = Island(broken, 0, emit=silent)
+    assert (island.incarnation, island.progress.round) == (1, round_ - 1)
+    island.train()
+    assert _spans(broken, 0) == _spans(whole, 0)
+    assert _counters(_last(broken, 0)) == _counters(_last(whole, 0)) == _recorded(broken, 0)
+    ours, theirs = (unpack(run.store.get(_last(run, 0)["object"]), name="o")[0] for run in (broken, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_an_island_that_dies_amid_the_others_leaves_the_ledger_exact(
+    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(tiny_store, "r", max_staleness=100)
+    with monkeypatch.context() as patch:
+        _die_before_committing(patch, 5)
+        with pytest.raises(Killed):
+            train_alone(run, 0)
+    train_together(run)
+    _check_whole_ledger(run)
+    whole = start_run(tiny_store, "whole", num_islands=1)
+    train_alone(whole, 0)
+    data = [{k: v for k, v in span.items() if k != "loss"} for span in _spans(run, 0)]
+    assert data == [{k: v for k, v in span.items() if k != "loss"} for span in _spans(whole, 0)]
+
+
+def test_a_second_incarnation_that_commits_a_round_fences_the_first(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", num_islands=1)
+    first, second = Island(run, 0, emit=silent), Island(run, 0, emit=silent)
+    second.train()
+    with pytest.raises(SequenceTaken, match="island 0"):
+        first.train()
+    assert {row["incarnation"] for row in _checkpoints(run)} == {second.incarnation}
+    assert _counters(_last(run, 0)) == _recorded(run, 0)
+    Syncer(run, emit=silent).serve()
+    check_ledger(Catalog(tiny_store), "r")
+
+
+def test_a_new_syncer_records_the_merge_that_a_dead_one_made(
+    unmerged_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = unmerged_run
+
+    def die(self: Syncer, description: dict[str, Any]) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Syncer, "_append_merge", die)
+        with pytest.raises(Killed):
+            Syncer(run, emit=silent).serve()
+    assert _events(run, "merge") == []
+    assert run.newest_version(0) == 1
+    Syncer(run, emit=silent)
+    assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [(0, 1, 1)]
+    Syncer(run, emit=silent).serve()
+    assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [
+        (0, 1, 1),
+        (1, 1, 2),
+    ]
+    _check_whole_ledger(run)
+
+
+def test_a_syncer_that_lost_the_race_takes_what_the_winner_made(unmerged_run: Run) -> None:
+    run = unmerged_run
+    slow, fast = Syncer(run, emit=silent), Syncer(run, emit=silent)
+    assert fast.serve() == pytest.approx(slow.serve())
+    assert [run.newest_version(fragment) for fragment in range(2)] == [1, 1]
+    assert len(_events(run, "merge")) == 2
+    _check_whole_ledger(run)
+
+
+@pytest.mark.parametrize("damage", ["bytes", "cut", "other shapes", "other run", "no steps", "not finite", "foreign"])
+def test_a_bad_outer_gradient_is_refused_by_name_and_the_run_finishes(unmerged_run: Run, damage: str) -> None:
+    run = unmerged_run
+    path = f"{run.outer_folder(0, 0)}/0001-{run.config.num_rounds:06d}.safetensors"
+    data = unmerged_run.store.get(path)
+    tensors, description = unpack(data, name=path)
+    first = next(iter(tensors))
+    bad = {
+        "bytes": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
+        "cut": data[: len(data) // 2],
+        "other shapes": pack({name: tensor[:1] for name, tensor in tensors.items()}, description),
+        "other run": pack(tensors, description | {"run": "another"}),
+        "no steps": pack(tensors, description | {"tokens": 0, "steps": 0}),
+        "not finite": pack(tensors | {first: torch.full_like(tensors[first], torch.nan)}, description),
+        "foreign": b"not ours at all",
+    }[damage]
+    (unmerged_run.store.root / path).write_bytes(bad)
+    Syncer(run, emit=silent).serve()
+    refused = _events(run, "refused")
+    assert [(e["island"], e["fragment"]) for e in refused] == [(1, 0)]
+    assert path in refused[0]["detail"]["why"]
+    taken = [c["path"] for event in _events(run, "merge") for c in event["detail"]["contributions"]]
+    assert path not in taken
+    assert len(_events(run, "finished")) == 1
+    for fragment in range(2):
+        last, _ = unpack(unmerged_run.store.get(run.global_path(fragment, run.newest_version(fragment))), name="f")
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in last.values())
+    check_ledger(Catalog(unmerged_run.store), "r")
+
+
+def test_an_object_of_no_island_among_the_outer_gradients_is_left_alone(unmerged_run: Run) -> None:
+    run = unmerged_run
+    unmerged_run.store.put_new(f"{run.outer_folder(0, 0)}/notes.txt", b"hello")
+    Syncer(run, emit=silent).serve()
+    _check_whole_ledger(run)
+
+
+def test_checkpoint_objects_are_given_up_except_anchors(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", num_islands=1)
+    train_alone(run, 0)
+    rows = _checkpoints(run)
+    assert [row["round"] for row in rows] == list(range(1, 9))
+    assert [row["anchor"] for row in rows] == [False, True] * 4
+    assert [tiny_store.exists(row["object"]) for row in rows] == [row["anchor"] for row in rows]
+    assert [row["parent"] for row in rows] == [None, *(row["checkpoint"] for row in rows[:-1])]
+
+
+def test_the_last_checkpoint_keeps_its_object_until_the_next_is_committed(
+    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(tiny_store, "r", num_islands=1)
+    with monkeypatch.context() as patch:
+        _die_before_committing(patch, 4)
+        with pytest.raises(Killed):
+            train_alone(run, 0)
+    assert tiny_store.exists(_last(run, 0)["object"])
+    train_alone(run, 0)
+    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [False, True] * 4
+
+
+def test_a_finished_run_may_be_run_again_and_nothing_changes(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", max_staleness=100)
+    loss = train_together(run)
+    before = [row["checkpoint"] for row in _checkpoints(run)]
+    assert train_together(run) == pytest.approx(loss)
+    assert [row["checkpoint"] for row in _checkpoints(run)] == before
+    _check_whole_ledger(run)
+
+
+def test_preparing_a_run_twice_leaves_its_first_fragments(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r")
+    before = {info.path: tiny_store.get(info.path) for info in tiny_store.list("runs/r")}
+    prepare_run(run)
+    assert {info.path: tiny_store.get(info.path) for info in tiny_store.list("runs/r")} == before
+
+
+def test_an_adaptive_island_records_every_mix_that_it_uses(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", num_islands=1, strategies=("adaptive",))
+    train_alone(run, 0)
+    mixes = Catalog(tiny_store).rows("SELECT * FROM mixtures WHERE run = 'r' ORDER BY written_at")
+    assert mixes[0]["reason"] == "first assignment"
+    assert len(mixes) > 1
+    for mix in mixes:
+        assert sum(mix[f"weight_{tier.lower()}"] for tier in TIERS) == pytest.approx(1)
+    messages = Catalog(tiny_store).rows("SELECT sequence, round FROM feedback WHERE run = 'r' ORDER BY sequence")
+    assert [tuple(m.values()) for m in messages] == [(1, 2), (2, 4), (3, 6), (4, 8)]
+
+
+def test_a_store_without_a_holdout_is_an_error_that_says_the_mend(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", seq_len=100_000)
+    with pytest.raises(UserError, match="holdout"):
+        Island(run, 0, emit=silent)
