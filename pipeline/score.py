@@ -24,7 +24,7 @@ from manifests.jobs import Job, Report, make_job, report_nothing
 from manifests.schemas import TABLES
 from manifests.store import Store
 from manifests.tables import open_table
-from pipeline.texts import read_texts
+from pipeline.scoring_texts import documents_of, draw_sample, encode_documents, holdout_folds
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -120,10 +120,10 @@ def score(store: Store, *, config: ScoreConfig, report: Report = report_nothing)
     if (done := job.summary()) is not None:
         return done | {"already_done": True}
     started = time.monotonic()
-    documents = _documents(catalog, "train")
+    documents = documents_of(catalog, "train")
     if not len(documents):
         raise UserError(f"{store.uri} has no documents to score; `atoll ingest` brings them")
-    holdout = _holdout(catalog, tokenizer, config)
+    holdout = holdout_folds(catalog, tokenizer, num_folds=config.num_folds, max_documents=config.max_holdout_documents)
     scoring = _Scoring(job, catalog, tokenizer, config, holdout, report)
     scoring.run(documents)
     summary = {
@@ -191,11 +191,11 @@ class _Scoring:
         paths = [f"scoring/{self._job.id}/checkpoint-{k}.safetensors" for k in range(config.num_checkpoints)]
         if not all(store.exists(path) for path in paths):
             num_tokens = config.steps * config.batch_size * config.seq_len
-            sample = _sample(documents, num_bytes=num_tokens * _BYTES_PER_TOKEN, seed=config.seed)
+            sample = draw_sample(documents, num_bytes=num_tokens * _BYTES_PER_TOKEN, seed=config.seed)
             trained = train(
                 self._model,
                 pack(
-                    list(_encode(self._catalog, self._tokenizer, sample).values()),
+                    list(encode_documents(self._catalog, self._tokenizer, sample).values()),
                     num_tokens=num_tokens,
                     seed=config.seed,
                 ),
@@ -238,7 +238,7 @@ class _Scoring:
         from pipeline.influence import adam_preconditioner, agreement, combine, document_gradients, pad
 
         ids = documents["doc_id"].combine_chunks()
-        encoded = _encode(self._catalog, self._tokenizer, ids)
+        encoded = encode_documents(self._catalog, self._tokenizer, ids)
         sequences = [encoded[doc_id] for doc_id in ids.to_pylist()]
         adam, form = "adam" in self._config.method, "cosine" if "cosine" in self._config.method else "dot"
         scores_DKF = torch.full((len(sequences), len(checkpoints), len(self._holdout)), torch.nan)
@@ -276,47 +276,6 @@ class _Scoring:
         windows = [window(tokens, longest=longest, at=k / last if last else 0.0) for tokens in sequences]
         for places in batches_by_length([len(w) for w in windows], size=max(1, _BATCH_TOKENS // longest)):
             yield places, [windows[place] for place in places]
-
-
-def _documents(catalog: Catalog, split: str) -> pa.Table:
-    """The documents of a split, each once, in the order in which their texts lie; doc_id, corpus, text_bytes."""
-    return catalog.query(
-        """
-        SELECT doc_id, corpus, text_bytes FROM documents WHERE split = ?
-        QUALIFY row_number() OVER (PARTITION BY doc_id ORDER BY source_uri, source_row) = 1
-        ORDER BY source_uri, source_row
-        """,
-        [split],
-    )
-
-
-def _holdout(catalog: Catalog, tokenizer: LoadedTokenizer, config: ScoreConfig) -> list[list[Tokens]]:
-    """The holdout's documents in folds, every corpus spread evenly over them; of more than the configured number, those of the lowest ids."""
-    documents = _documents(catalog, "holdout").sort_by("doc_id").slice(0, config.max_holdout_documents)
-    ids = documents.sort_by([("corpus", "ascending"), ("doc_id", "ascending")])["doc_id"]
-    encoded = _encode(catalog, tokenizer, ids) if len(ids) else {}
-    usable = [encoded[doc_id] for doc_id in ids.to_pylist() if len(encoded[doc_id]) > 1]
-    if len(usable) < config.num_folds:
-        raise UserError(
-            f"{catalog.store.uri} has {len(usable)} holdout documents, {config.num_folds} folds need as many; "
-            "ingest more real text, or with a larger holdout share, or choose fewer folds"
-        )
-    return [usable[fold :: config.num_folds] for fold in range(config.num_folds)]
-
-
-def _sample(documents: pa.Table, *, num_bytes: int, seed: int) -> Any:
-    """Ids of documents drawn without preference, in all at least so many bytes of text, or all there are."""
-    order = np.random.default_rng(seed).permutation(len(documents))
-    so_far = np.cumsum(documents["text_bytes"].to_numpy()[order])
-    return documents["doc_id"].take(order[: int(np.searchsorted(so_far, num_bytes)) + 1])
-
-
-def _encode(catalog: Catalog, tokenizer: LoadedTokenizer, doc_ids: Any) -> dict[bytes, Tokens]:
-    """The tokens of documents, in the order of their ids as given."""
-    texts = list(read_texts(catalog, doc_ids=doc_ids))
-    tokens = tokenizer.encode_batch([text for _, text in texts])
-    found = {doc_id: tokens_ for (doc_id, _), tokens_ in zip(texts, tokens, strict=True)}
-    return {doc_id: found[doc_id] for doc_id in doc_ids.to_pylist()}
 
 
 def _counts(store: Store, job: Job, *, num_documents: int) -> dict[str, Any]:

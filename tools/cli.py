@@ -107,7 +107,17 @@ def ingest(
     )
     with progress_report() as report:
         summary = run_ingest(create_store(store), [spec], holdout_share=holdout_share, report=report)
-    _print_summary(summary)
+    _say_done_before(summary)
+    for name, counts in summary["corpora"].items():
+        STDERR.print(
+            f"  {name}: {counts['documents']:,} new documents ({counts['bytes']:,} bytes) of {counts['rows']:,} rows; "
+            f"{counts['holdout']:,} held out, {counts['holdout_derived']:,} left out as rephrased from those, "
+            f"{counts['duplicates']:,} duplicates, {counts['rejected']:,} rejected",
+            markup=False,
+            soft_wrap=True,
+        )
+    for reason, rows in summary["rejected_because"].items():
+        STDERR.print(f"  rejected: {reason}: {rows}", markup=False, soft_wrap=True)
 
 
 @app.command(rich_help_panel=DATA)
@@ -533,12 +543,16 @@ def _print_json(status: dict[str, Any]) -> None:
 
 
 def _print_summary(summary: dict[str, Any]) -> None:
-    if summary.get("already_done"):
-        STDERR.print("done before with the same options and inputs; nothing changed")
+    _say_done_before(summary)
     for name, value in summary.items():
         if name != "already_done":
             shown = json.dumps(value) if isinstance(value, dict | list) else value
             STDERR.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
+
+
+def _say_done_before(summary: dict[str, Any]) -> None:
+    if summary.get("already_done"):
+        STDERR.print("  done before with the same options and inputs; nothing changed")
 
 
 def _print_plan(plan: Any, format_: Format) -> None:

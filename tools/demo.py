@@ -23,12 +23,12 @@ from tools.output import STDERR
 
 RUN = "main"
 ISLANDS = 4
-STEPS = 320
+STEPS = 192
 KILLED_ISLAND = 2
 HOLDOUT_SHARE = "0.1"
 SCORE = ("--steps", "240", "--checkpoints", "2")
 # So short a run from scratch makes few outer steps: momentum would only lag behind (docs/results/mainjob.md).
-OUTER = ("--sync-every", "16", "--outer-lr", "1", "--outer-momentum", "0")
+OUTER = ("--sync-every", "16", "--fragments", "2", "--outer-lr", "1", "--outer-momentum", "0")
 TRAIN = ("--islands", str(ISLANDS), "--steps", str(STEPS), "--lr", "0.004", *OUTER)
 NUM_WIKIPEDIA, NUM_CODE, NUM_PER_KIND = 2400, 600, 600
 PREDICATE = "label = 'noisy' and tier in ('S', 'A')"

@@ -16,7 +16,6 @@ import pyarrow as pa
 
 from manifests.catalog import Catalog, write_whole
 from manifests.errors import Failure
-from manifests.schemas import TIERS
 from tools.provenance import check_ledger, checkpoint_documents, last_global_checkpoint
 
 _POINTS, _BARS, _ISLANDS_SHOWN, _ROWS_SHOWN, _CORPORA_SHOWN = 400, 60, 16, 40, 20
@@ -34,24 +33,17 @@ Row = Mapping[str, Any]
 
 
 def final_table(catalog: Catalog, run: str) -> pa.Table:
-    """How the islands and the global state ended up, a row each: manifests/sql/report_final.sql, with the weights S/A/B/C as one text.
+    """How the islands and the global state ended up, a row each; see manifests/sql/report_final.sql.
 
     Raises:
         UserError: the run has no global checkpoint yet.
     """
     last_global_checkpoint(catalog, run)
-    found = catalog.ask("report_final", run=run)
-    weights = [f"weight_{tier.lower()}" for tier in TIERS]
-    mixes = [None if row["strategy"] is None else _mix([row[w] for w in weights]) for row in found.to_pylist()]
-    return found.drop_columns(weights).add_column(2, "mix", pa.array(mixes, pa.string()))
+    return catalog.ask("report_final", run=run)
 
 
 def write_report(catalog: Catalog, run: str, out: Path) -> None:
-    """Writes the page of a run, whole or not at all.
-
-    Raises:
-        UserError: the run has no global checkpoint yet.
-    """
+    """Writes the page of a run, whole or not at all. Raises UserError where `final_table` does."""
     from plotly.offline import get_plotlyjs
 
     last = last_global_checkpoint(catalog, run)
@@ -100,16 +92,15 @@ def _facts(catalog: Catalog, run: str, config: Row, last: Row) -> str:
 
 
 def _branches(catalog: Catalog, run: str, branch: Row | None) -> str:
-    text = ""
+    text, branches = "", catalog.ask("report_branches", run=run)
     if branch is not None:
         text = (
             f"<p>This run is a branch of <b>{escape(branch['parent_run'])}</b>: it keeps that run's first {branch['merge']:,} merges "
             f"and took back the documents WHERE <code>{escape(branch['predicate'])}</code>.</p>"
         )
-    branches = catalog.ask("report_branches", run=run)
     if branches.num_rows:
-        text += "<p>Runs that branch from this one, each without the documents that it took back:</p>" + _table(
-            branches
+        text += (
+            f"<p>Runs that branch from this one, each without the documents that it took back:</p>{_table(branches)}"
         )
     return f"<section><h2>Branches</h2>{text}</section>" if text else ""
 
@@ -133,26 +124,29 @@ def _losses(catalog: Catalog, run: str) -> Iterable[str]:
 
 def _line(island: int, rows: Sequence[Row], value: str) -> Row:
     colour = _ISLAND_COLOURS[island % len(_ISLAND_COLOURS)] if island >= 0 else _BLACK
-    return {
-        "x": [row["step"] for row in rows], "y": [row[value] for row in rows], "name": _island_name(island),
-        "line": {"color": colour, "width": 1.6 if island >= 0 else 4}, "hovertemplate": "step %{x:.0f}: %{y:.4f}",
-        "mode": "lines" if len(rows) > 20 else "lines+markers",
-    }  # fmt: skip
+    line = {"color": colour, "width": 1.6 if island >= 0 else 4}
+    mode = "lines" if len(rows) > 20 else "lines+markers"
+    more = {"name": _island_name(island), "line": line, "mode": mode, "hovertemplate": "step %{x:.0f}: %{y:.4f}"}
+    return _points(rows, "step", value) | more
 
 
 def _mixes(catalog: Catalog, run: str, config: Row) -> str:
     cycle = config["sync_every"]
     realised = _by_island(catalog.ask("report_realised", run=run, cycle_steps=cycle, bars=_BARS))
-    asked = _by_island(catalog.ask("report_asked", run=run))
+    asked = _by_island(catalog.ask("report_asked", run=run, round_steps=cycle // config["num_fragments"]))
     islands, plots = sorted(realised.keys() | asked.keys()), []
+    share = _axis("share of tokens", tickformat=".0%", range=[0, 1.01])
+    layout = {"barmode": "stack", "bargap": 0, "showlegend": False, "xaxis": _axis("inner step"), "yaxis": share}
+    line = {"color": _BLACK, "width": 1.6, "dash": "dash", "shape": "hv"}
     for island in islands[:_ISLANDS_SHOWN]:
-        decisions = asked.get(island, [])
-        traces = _mix_traces(realised.get(island, []), decisions, round_steps=cycle // config["num_fragments"])
-        layout = {
-            "barmode": "stack", "bargap": 0, "showlegend": False, "xaxis": _axis("inner step"),
-            "yaxis": _axis("share of tokens", tickformat=".0%", range=[0, 1.01]),
-        }  # fmt: skip
-        strategy = f" · {escape(decisions[-1]['strategy'])}" if decisions else ""
+        bars, borders = realised.get(island, []), asked.get(island, [])
+        traces = []
+        for tier, colour in _TIER_COLOURS.items():
+            more = {"type": "bar", "name": tier, "marker": {"color": colour}, "hovertemplate": "%{y:.1%}"}
+            traces.append(_points(bars, "step", tier.lower()) | more | {"width": [row["steps"] for row in bars]})
+        for column in ("s", "sa", "sab"):
+            traces.append(_points(borders, "step", column) | {"mode": "lines", "line": line, "hoverinfo": "skip"})
+        strategy = f" · {escape(borders[-1]['strategy'])}" if borders else ""
         plot = _plot(f"mix{island}", traces, layout, height=230)
         plots.append(f"<div><h3>{_island_name(island)}{strategy}</h3>{plot}</div>")
     if not plots:
@@ -169,29 +163,6 @@ def _mixes(catalog: Catalog, run: str, config: Row) -> str:
     )
 
 
-def _mix_traces(bars: Sequence[Row], decisions: Sequence[Row], *, round_steps: int) -> list[Row]:
-    traces: list[Row] = [
-        {
-            "type": "bar", "name": tier, "marker": {"color": colour}, "hovertemplate": "%{y:.1%}",
-            "x": [(row["first_step"] + row["last_step"]) / 2 for row in bars], "y": [row[tier.lower()] for row in bars],
-            "width": [row["last_step"] - row["first_step"] + 1 for row in bars],
-        }
-        for tier, colour in _TIER_COLOURS.items()
-    ]  # fmt: skip
-    last_step = max((row["last_step"] for row in bars), default=None)
-    # What was decided at the very end was never used.
-    used = [row for row in decisions if last_step is None or row["round"] * round_steps < last_step]
-    if used:
-        starts = [row["round"] * round_steps + 0.5 for row in used]
-        end = starts[-1] + round_steps if last_step is None else last_step + 0.5
-        line = {"color": _BLACK, "width": 1.6, "dash": "dash", "shape": "hv"}
-        for count in range(1, len(TIERS)):
-            borders = [sum(row[f"weight_{tier.lower()}"] for tier in TIERS[:count]) for row in used]
-            border = {"x": [*starts, end], "y": [*borders, borders[-1]], "mode": "lines", "line": line}
-            traces.append(border | {"hoverinfo": "skip"})
-    return traces
-
-
 def _tiers(catalog: Catalog, tier_version: int) -> Iterable[str]:
     tiers = {row["tier"]: row for row in catalog.ask("tier_table", tier_version=tier_version).to_pylist()}
     columns = {"documents": "documents", "tokens": "tokens", "positive influence": "share_of_influence"}
@@ -205,16 +176,13 @@ def _tiers(catalog: Catalog, tier_version: int) -> Iterable[str]:
         yield _section(f"Tiers of version {tier_version}", reading, _tier_bars("tiers", bars, percent=True))
     curve = catalog.ask("report_concentration", tier_version=tier_version, points=_POINTS).to_pylist()
     if curve:
-        traces: list[Row] = [
-            {
-                "x": [p["documents"] for p in curve if p["tier"] == tier], "y": [p["influence"] for p in curve if p["tier"] == tier],
-                "mode": "markers", "name": tier, "marker": {"color": colour, "size": 6},
-                "hovertemplate": "%{x:.1%} of the documents carry %{y:.1%}",
-            }
-            for tier, colour in _TIER_COLOURS.items()
-        ]  # fmt: skip
         alike = {"x": [0, 1], "y": [0, 1], "mode": "lines", "line": {"color": _GREY, "dash": "dot", "width": 1.5}}
-        traces.append(alike | {"name": "all alike", "hoverinfo": "skip"})
+        traces = [alike | {"name": "all alike", "hoverinfo": "skip"}]
+        for tier, colour in _TIER_COLOURS.items():
+            points = _points([row for row in curve if row["tier"] == tier], "documents", "influence")
+            hover = "%{x:.1%} of the documents carry %{y:.1%}"
+            marker = {"color": colour, "size": 6}
+            traces.append(points | {"mode": "markers", "name": tier, "marker": marker, "hovertemplate": hover})
         layout = {
             "xaxis": _axis("share of the documents, most influential first", tickformat=".0%", range=[0, 1.01]),
             "yaxis": _axis("share of the positive influence", tickformat=".0%", range=[0, 1.03]),
@@ -225,7 +193,7 @@ def _tiers(catalog: Catalog, tier_version: int) -> Iterable[str]:
 
 def _made(catalog: Catalog, run: str) -> str:
     made = checkpoint_documents(catalog, run)
-    corpora: dict[str, Row] = {}
+    corpora: dict[str, dict[str, int]] = {}
     for row in made.to_pylist():
         tiers = corpora.setdefault(f"{row['corpus']} ({row['origin']})", {})
         tiers[row["tier"]] = tiers.get(row["tier"], 0) + row["tokens"]
@@ -243,20 +211,19 @@ def _tier_bars(name: str, bars: Mapping[str, Row], *, percent: bool) -> str:
     """Horizontal bars, stacked by tier; `percent`: each is a whole. A bar of nothing is left out."""
     shown = {label: tiers for label, tiers in bars.items() if sum(tiers.values()) > 0}
     whole = [sum(tiers.values()) if percent else 1 for tiers in shown.values()]
-    traces = [
-        {
-            "type": "bar", "orientation": "h", "name": tier, "y": list(range(len(shown))), "marker": {"color": colour},
-            "x": [tiers.get(tier, 0) / w for tiers, w in zip(shown.values(), whole, strict=True)],
-            "hovertemplate": "%{x:.1%}" if percent else "%{x:,} tokens",
-        }
-        for tier, colour in _TIER_COLOURS.items()
-    ]  # fmt: skip
+    places = list(range(len(shown)))
+    traces = []
+    for tier, colour in _TIER_COLOURS.items():
+        lengths = [tiers.get(tier, 0) / w for tiers, w in zip(shown.values(), whole, strict=True)]
+        bar = {"type": "bar", "orientation": "h", "name": tier, "marker": {"color": colour}}
+        hover = "%{x:.1%}" if percent else "%{x:,} tokens"
+        traces.append(bar | {"x": lengths, "y": places, "hovertemplate": hover})
     # Places are numbers and labels a text beside them: a corpus may be called 2024, and long names may look alike once cut.
     labels = [escape(label if len(label) <= 32 else label[:31] + "…") for label in shown]
     layout = {
         "barmode": "stack",
         "xaxis": _axis("share", tickformat=".0%", range=[0, 1.01]) if percent else _axis("tokens"),
-        "yaxis": _axis("", tickvals=list(range(len(shown))), ticktext=labels, autorange="reversed", showgrid=False),
+        "yaxis": _axis("", tickvals=places, ticktext=labels, autorange="reversed", showgrid=False),
     }
     return _plot(name, traces, layout, height=130 + 30 * len(shown))
 
@@ -265,22 +232,20 @@ def _timeline(catalog: Catalog, run: str) -> str:
     events = catalog.ask("report_events", run=run, points=_POINTS).to_pylist()
     if not events:
         return ""
-    lanes = [*sorted({row["island"] for row in events} - {None, -1}), None]
+    lanes = sorted({row["island"] for row in events}, key=lambda island: (island < 0, island))
+    names = [_island_name(island) if island >= 0 else "syncer" for island in lanes]
     traces = []
     for kind in dict.fromkeys(row["kind"] for row in events):
-        rows = [row for row in events if row["kind"] == kind]
+        rows = [row | {"lane": lanes.index(row["island"])} for row in events if row["kind"] == kind]
         symbol, colour = _SYMBOLS.get(kind, ("diamond", "#7a4ea3"))
-        traces.append({
-            "x": [row["written_at"].isoformat() for row in rows], "mode": "markers", "name": escape(kind),
-            "y": [lanes.index(None if row["island"] == -1 else row["island"]) for row in rows],
-            "text": [escape(row["detail"][:200]) for row in rows], "hovertemplate": "%{x}<br>%{text}",
-            "marker": {"symbol": symbol, "color": colour, "size": 11, "line": {"width": 1.5 if kind == "merge" else 0, "color": colour}},
-        })  # fmt: skip
-    names = ["syncer" if lane is None else _island_name(lane) for lane in lanes]
-    layout = {
-        "xaxis": _axis("time, UTC"),
-        "yaxis": _axis("", tickvals=list(range(len(names))), ticktext=names, range=[len(names) - 0.5, -0.5]),
-    }
+        line = {"width": 1.5 if kind == "merge" else 0, "color": colour}
+        marker = {"symbol": symbol, "color": colour, "size": 11, "line": line}
+        text = {"text": [escape(row["detail"][:200]) for row in rows], "hovertemplate": "%{x}<br>%{text}"}
+        traces.append(
+            _points(rows, "written_at", "lane") | text | {"mode": "markers", "name": escape(kind), "marker": marker}
+        )
+    ticks = {"tickvals": list(range(len(lanes))), "ticktext": names, "range": [len(lanes) - 0.5, -0.5]}
+    layout = {"xaxis": _axis("time, UTC"), "yaxis": _axis("", **ticks)}
     reading = "A tick is a merge that took something from the island, a triangle a start, a cross a death: in a gap the others went on without it."
     return _section("What happened when", reading, _plot("events", traces, layout, height=150 + 34 * len(names)))
 
@@ -299,6 +264,10 @@ def _plot(name: str, traces: Sequence[Row], layout: Row, *, height: int = 380) -
     return f'<div class="plot" style="height:{height}px">{plot}</div>'
 
 
+def _points(rows: Sequence[Row], x: str, y: str) -> dict[str, Any]:
+    return {"x": [row[x] for row in rows], "y": [row[y] for row in rows]}
+
+
 def _axis(title: str, **more: Any) -> dict[str, Any]:
     line = {"gridcolor": "#e6e9ee", "zeroline": False, "linecolor": "#c3c9d1", "automargin": True, "fixedrange": True}
     return line | {"title": {"text": title, "standoff": 8}} | more
@@ -310,10 +279,6 @@ def _by_island(rows: pa.Table) -> dict[int, list[Row]]:
 
 def _island_name(island: int) -> str:
     return f"island {island}" if island >= 0 else "global"
-
-
-def _mix(shares: Sequence[float]) -> str:
-    return "/".join(f"{share:.2f}".removeprefix("0") for share in shares)
 
 
 def _section(title: str, reading: str, body: str) -> str:
@@ -350,7 +315,7 @@ h1 {{ margin: 12px 0; overflow-wrap: anywhere }} h2 {{ margin: 4px 0; font-size:
 .cards b {{ display: block; font-size: 18px }} .cards span {{ color: #5b6570; font-size: 13px }}
 .good {{ color: #14795b }} .bad {{ color: #c4472f; font-weight: bold }} code {{ overflow-wrap: anywhere }}
 .chip {{ display: inline-block; width: 12px; height: 12px; margin: 0 4px 0 10px; border-radius: 2px }}
-.grid {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(300px, 100%), 1fr)); gap: 8px 20px }}
+.grid {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(380px, 100%), 1fr)); gap: 8px 20px }}
 .grid > div, .plot {{ min-width: 0; overflow: hidden }} .scroll {{ overflow-x: auto }} .n {{ text-align: right }}
 table {{ border-collapse: collapse; width: 100%; font-size: 14px; font-variant-numeric: tabular-nums }}
 th, td {{ padding: 4px 10px; border-bottom: 1px solid #e6e9ee; white-space: nowrap }} th {{ color: #5b6570; font-weight: 600 }}
@@ -365,5 +330,5 @@ _PAGE = """<!doctype html>
 <title>Atoll: run {title}</title><style>{style}</style><script>{plotly}</script></head>
 <body><main>
 {body}
-</main><script>addEventListener("load", () => dispatchEvent(new Event("resize")))</script></body></html>
+</main></body></html>
 """

@@ -1,13 +1,13 @@
--- What happened in a run, and when?
+-- What happened in a run, when, and to whom?
 -- Parameters: run, its name; points, the most merges that are listed: where there are more, every n-th.
--- Columns: written_at, kind, island (null or -1: the syncer), detail. A merge is a row for every island that it took something from.
+-- Columns: written_at, kind, island (-1: the syncer), detail. A merge is a row for every island that it took something from.
 WITH numbered AS (
     SELECT *, max(merge) OVER () AS merges
     FROM merges
     WHERE run = $run
 )
 
-SELECT written_at, kind, island, detail
+SELECT written_at, kind, coalesce(island, -1) AS island, detail
 FROM events
 WHERE run = $run AND kind <> 'merge'
 UNION ALL

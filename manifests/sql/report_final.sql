@@ -1,7 +1,7 @@
 -- How did a run's islands and its global state end up?
 -- Parameter: run, its name.
--- Columns: island (number, or 'global'), strategy, weight_s, weight_a, weight_b, weight_c (of its last decision on the mix), steps, tokens,
--- train_loss, holdout_loss (the last ones measured), starts, merges (that it took part in; for the global state: all). Null where unknown.
+-- Columns: island (number, or 'global'), strategy, mix (last one decided on, weights of S/A/B/C as in .20/.40/.30/.10), steps, tokens, train_loss,
+-- holdout_loss (the last ones measured), starts, merges (that it took part in; for the global state: all). Null where unknown.
 -- Steps and tokens are the islands' own counters; an island of a branch that has done nothing yet shows the checkpoint that it starts from.
 WITH this_run AS (
     SELECT config::JSON AS config, branch::JSON AS branch
@@ -57,10 +57,9 @@ merged AS (
 SELECT
     CASE WHEN i.island = -1 THEN 'global' ELSE i.island::VARCHAR END AS island,
     d.strategy,
-    d.weight_s,
-    d.weight_a,
-    d.weight_b,
-    d.weight_c,
+    replace(
+        format('{:.2f}/{:.2f}/{:.2f}/{:.2f}', d.weight_s, d.weight_a, d.weight_b, d.weight_c), '0.', '.'
+    ) AS mix,
     c.steps,
     c.tokens,
     c.train_loss,

@@ -48,12 +48,14 @@ def unmerged_run(unmerged: Store, tmp_path: Path) -> Run:
     return load_run(copy_store(unmerged, tmp_path / "copy"), "r")
 
 
-def _checkpoints(run: Run) -> list[dict[str, Any]]:
-    return Catalog(run.store).rows("SELECT * FROM checkpoints WHERE run = ? ORDER BY island, round", [run.name])
+def _checkpoints(run: Run, catalog: Catalog | None = None) -> list[dict[str, Any]]:
+    return (catalog or Catalog(run.store)).rows(
+        "SELECT * FROM checkpoints WHERE run = ? ORDER BY island, round", [run.name]
+    )
 
 
-def _last(run: Run, island: int) -> dict[str, Any]:
-    return [row for row in _checkpoints(run) if row["island"] == island][-1]
+def _last(run: Run, island: int, catalog: Catalog | None = None) -> dict[str, Any]:
+    return [row for row in _checkpoints(run, catalog) if row["island"] == island][-1]
 
 
 def _counters(row: dict[str, Any]) -> dict[str, int]:
@@ -95,7 +97,7 @@ def _die_before_committing(monkeypatch: pytest.MonkeyPatch, round_: int) -> None
 def _check_whole_ledger(run: Run) -> None:
     catalog, config = Catalog(run.store), run.config
     recorded = [_recorded(run, island, catalog) for island in range(config.num_islands)]
-    assert [_counters(_last(run, island)) for island in range(config.num_islands)] == recorded
+    assert [_counters(_last(run, island, catalog)) for island in range(config.num_islands)] == recorded
     total = {tier: sum(sums[tier] for sums in recorded) for tier in TIERS}
     assert sum(total.values()) == config.num_islands * config.steps * config.batch_size * config.seq_len
     assert _counters(last_global_checkpoint(catalog, run.name)) == total
@@ -106,7 +108,7 @@ def _check_whole_ledger(run: Run) -> None:
 
 
 def test_ledger_of_islands_that_train_together_is_exact(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", grace_s=0.05, max_staleness=100)
+    run = start_run(tiny_store, "r", grace_s=0.1, max_staleness=100)
     loss = train_together(run)
     _check_whole_ledger(run)
     merges = Catalog(tiny_store).rows("SELECT DISTINCT merge, fragment, version FROM merges WHERE run = 'r'")
@@ -125,9 +127,8 @@ def test_ledger_of_islands_that_never_heard_of_each_other_is_exact(unmerged_run:
     assert sorted(tuple(row.values()) for row in merged) == [(f, 1, i, 8) for f in range(2) for i in range(2)]
 
 
-@pytest.mark.parametrize("max_staleness", [1, 3])
-def test_an_outer_gradient_is_merged_once(tiny_store: Store, max_staleness: int) -> None:
-    run = start_run(tiny_store, "r", max_staleness=max_staleness)
+def test_an_outer_gradient_is_merged_once(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", max_staleness=3)
     train_together(run)
     Syncer(run, emit=silent).serve()
     taken = [c["path"] for event in _events(run, "merge") for c in event["detail"]["contributions"]]
@@ -151,21 +152,18 @@ def test_an_empty_tier_gives_its_share_away(store: Store) -> None:
     assert sum(_recorded(run, 0).values()) == 8 * 2 * 16
 
 
-@pytest.mark.parametrize("round_", [1, 3, 4, 8])
+@pytest.mark.parametrize("round_", [1, 4, 8])
 def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
-    tiny_store: Store, monkeypatch: pytest.MonkeyPatch, round_: int
+    unmerged_run: Run, monkeypatch: pytest.MonkeyPatch, round_: int
 ) -> None:
-    whole = start_run(tiny_store, "whole", num_islands=1)
-    train_alone(whole, 0)
-    broken = start_run(tiny_store, "broken", num_islands=1)
+    whole, store = unmerged_run, unmerged_run.store
+    broken = start_run(store, "broken", num_islands=1)
     with monkeypatch.context() as patch:
         _die_before_committing(patch, round_)
         with pytest.raises(Killed):
             train_alone(broken, 0)
     # The dead segment lies in the table, and nobody sees it.
-    raw = Catalog(tiny_store).rows(
-        "SELECT count(*) AS n FROM raw.consumption WHERE run = 'broken' AND step = ?", [round_]
-    )
+    raw = Catalog(store).rows("SELECT count(*) AS n FROM raw.consumption WHERE run = 'broken' AND step = ?", [round_])
     assert raw[0]["n"] > 0
     assert max((span["step"] for span in _spans(broken, 0)), default=0) == round_ - 1
 
@@ -179,17 +177,16 @@ def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
 
 
 def test_an_island_that_dies_amid_the_others_leaves_the_ledger_exact(
-    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
+    unmerged_run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = start_run(tiny_store, "r", max_staleness=100)
+    whole = unmerged_run
+    run = start_run(whole.store, "broken", max_staleness=100)
     with monkeypatch.context() as patch:
         _die_before_committing(patch, 5)
         with pytest.raises(Killed):
             train_alone(run, 0)
     train_together(run)
     _check_whole_ledger(run)
-    whole = start_run(tiny_store, "whole", num_islands=1)
-    train_alone(whole, 0)
     data = [{k: v for k, v in span.items() if k != "loss"} for span in _spans(run, 0)]
     assert data == [{k: v for k, v in span.items() if k != "loss"} for span in _spans(whole, 0)]
 
@@ -239,7 +236,7 @@ def test_a_syncer_that_lost_the_race_takes_what_the_winner_made(unmerged_run: Ru
     _check_whole_ledger(run)
 
 
-@pytest.mark.parametrize("damage", ["bytes", "cut", "other shapes", "other run", "no steps", "not finite", "foreign"])
+@pytest.mark.parametrize("damage", ["bytes", "other shapes", "other run", "no steps", "not finite", "foreign"])
 def test_a_bad_outer_gradient_is_refused_by_name_and_the_run_finishes(unmerged_run: Run, damage: str) -> None:
     run = unmerged_run
     path = f"{run.outer_folder(0, 0)}/0001-{run.config.num_rounds:06d}.safetensors"
@@ -248,7 +245,6 @@ def test_a_bad_outer_gradient_is_refused_by_name_and_the_run_finishes(unmerged_r
     first = next(iter(tensors))
     bad = {
         "bytes": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
-        "cut": data[: len(data) // 2],
         "other shapes": pack({name: tensor[:1] for name, tensor in tensors.items()}, description),
         "other run": pack(tensors, description | {"run": "another"}),
         "no steps": pack(tensors, description | {"tokens": 0, "steps": 0}),
@@ -299,9 +295,9 @@ def test_the_last_checkpoint_keeps_its_object_until_the_next_is_committed(
     assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [False, True] * 4
 
 
-def test_a_finished_run_may_be_run_again_and_nothing_changes(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", max_staleness=100)
-    loss = train_together(run)
+def test_a_finished_run_may_be_run_again_and_nothing_changes(unmerged_run: Run) -> None:
+    run = unmerged_run
+    loss = Syncer(run, emit=silent).serve()
     before = [row["checkpoint"] for row in _checkpoints(run)]
     assert train_together(run) == pytest.approx(loss)
     assert [row["checkpoint"] for row in _checkpoints(run)] == before

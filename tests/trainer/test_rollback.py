@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tools.provenance import check_ledger, last_global_checkpoint
 from trainer.rollback import Plan, apply_rollback, plan_rollback, plan_table
 from trainer.run import GLOBAL, Run, load_run, read_excluded
 
-STEPS = 12
+STEPS = 10
 NUM_DOCUMENTS = 96
 
 
@@ -28,6 +29,28 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Store:
     fabricate(store)
     train_together(start_run(store, "r", steps=STEPS))
     return store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branched:
+    """A rollback of one document, and what the old run was before it."""
+
+    document: int
+    before: dict[str, Any]
+    plan: Plan
+    branch: Run
+
+
+@pytest.fixture(scope="module")
+def branched(trained: Store, tmp_path_factory: pytest.TempPathFactory) -> Branched:
+    """A branch in a copy of that store, trained to its end."""
+    store = copy_store(trained, tmp_path_factory.mktemp("branched") / "store")
+    document = _late(store, after=6)
+    before = _own(store, "r")
+    plan = plan_rollback(store, "r", _where(document))
+    branch = apply_rollback(store, plan)
+    train_together(branch)
+    return Branched(document=document, before=before, plan=plan, branch=branch)
 
 
 @pytest.fixture
@@ -99,11 +122,11 @@ def _check_clean(store: Store, plan: Plan, documents: set[int]) -> None:
                 assert beyond or _made_of(catalog, later["checkpoint"]) & corpora
 
 
-@pytest.mark.parametrize("after", [0, 4, 8])
-def test_the_plan_names_the_first_step_and_a_clean_start_of_every_island(run: Run, after: int) -> None:
-    document = _late(run.store, after=after)
-    first = _first_steps(run.store, "r")[document]
-    plan = plan_rollback(run.store, "r", _where(document))
+@pytest.mark.parametrize("after", [0, 6])
+def test_the_plan_names_the_first_step_and_a_clean_start_of_every_island(trained: Store, after: int) -> None:
+    document = _late(trained, after=after)
+    first = _first_steps(trained, "r")[document]
+    plan = plan_rollback(trained, "r", _where(document))
     assert plan.doc_ids == [doc_id(document)]
     assert {i.island: i.first_step for i in plan.islands} == {0: first.get(0), 1: first.get(1)}
     for island in plan.islands:
@@ -111,14 +134,14 @@ def test_the_plan_names_the_first_step_and_a_clean_start_of_every_island(run: Ru
         assert island.redo_steps == STEPS - island.restart_step
         assert island.redo_tokens == island.redo_steps * 2 * 16
         assert island.documents == (island.island in first)
-    _check_clean(run.store, plan, {document})
+    _check_clean(trained, plan, {document})
     assert plan_table(plan)["restart_step"].to_pylist() == [i.restart_step for i in plan.islands]
 
 
-def test_the_plan_counts_the_tokens_of_the_documents_that_each_island_read(run: Run) -> None:
-    documents = sorted(_first_steps(run.store, "r"))[:20]
-    plan = plan_rollback(run.store, "r", _where(*documents))
-    rows = Catalog(run.store).rows("SELECT island, doc_id, tokens FROM consumption WHERE run = 'r'")
+def test_the_plan_counts_the_tokens_of_the_documents_that_each_island_read(trained: Store) -> None:
+    documents = sorted(_first_steps(trained, "r"))[:20]
+    plan = plan_rollback(trained, "r", _where(*documents))
+    rows = Catalog(trained).rows("SELECT island, doc_id, tokens FROM consumption WHERE run = 'r'")
     wanted = {doc_id(n) for n in documents}
     for island in plan.islands:
         own = [row for row in rows if row["island"] == island.island and row["doc_id"] in wanted]
@@ -126,20 +149,15 @@ def test_the_plan_counts_the_tokens_of_the_documents_that_each_island_read(run: 
         assert island.documents == len({row["doc_id"] for row in own})
 
 
-def test_a_predicate_may_ask_for_tier_and_score(run: Run) -> None:
-    plan = plan_rollback(run.store, "r", "tier = 'C' AND score > 0 -- a comment")
-    tiers = Catalog(run.store).rows("SELECT doc_id FROM tiers WHERE tier = 'C'")
+def test_a_predicate_may_ask_for_tier_and_score(trained: Store) -> None:
+    plan = plan_rollback(trained, "r", "tier = 'C' AND score > 0 -- a comment")
+    tiers = Catalog(trained).rows("SELECT doc_id FROM tiers WHERE tier = 'C'")
     assert sorted(plan.doc_ids) == sorted(row["doc_id"] for row in tiers)
 
 
-def test_the_branch_never_sees_the_documents_and_the_old_run_stays_as_it_is(run: Run) -> None:
-    store = run.store
-    document = _late(store, after=4)
-    before = _own(store, "r")
-    plan = plan_rollback(store, "r", _where(document))
-    branch = apply_rollback(store, plan)
+def test_the_branch_never_sees_the_documents_and_the_old_run_stays_as_it_is(branched: Branched) -> None:
+    store, branch, document = branched.branch.store, branched.branch, branched.document
     assert read_excluded(branch) == {doc_id(document)}
-    train_together(branch)
     assert document not in _first_steps(store, branch.name)
     catalog = Catalog(store)
     assert f"c{document}" not in _made_of(catalog, last_global_checkpoint(catalog, branch.name)["checkpoint"])
@@ -148,20 +166,17 @@ def test_the_branch_never_sees_the_documents_and_the_old_run_stays_as_it_is(run:
         "SELECT island, min(step) AS low, max(step) AS high FROM consumption WHERE run = ? GROUP BY island ORDER BY island",
         [branch.name],
     )
-    assert [(s["low"], s["high"]) for s in steps] == [(i.restart_step + 1, STEPS) for i in plan.islands]
+    redone = [i for i in branched.plan.islands if i.redo_steps]
+    assert [tuple(s.values()) for s in steps] == [(i.island, i.restart_step + 1, STEPS) for i in redone]
     check_ledger(catalog, branch.name)
-    assert _own(store, "r") == before
+    assert _own(store, "r") == branched.before
 
 
-def test_a_branch_is_made_of_all_that_its_start_was_made_of(run: Run) -> None:
-    store = run.store
-    plan = plan_rollback(store, "r", _where(_late(store, after=8)))
-    branch = apply_rollback(store, plan)
-    train_together(branch)
-    catalog = Catalog(store)
-    kept = [m for m in catalog.rows("SELECT * FROM merges WHERE run = 'r'") if m["merge"] <= plan.merge]
+def test_a_branch_is_made_of_all_that_its_start_was_made_of(branched: Branched) -> None:
+    catalog = Catalog(branched.branch.store)
+    kept = [m for m in catalog.rows("SELECT * FROM merges WHERE run = 'r'") if m["merge"] <= branched.plan.merge]
     assert kept
-    made_of = _made_of(catalog, last_global_checkpoint(catalog, branch.name)["checkpoint"])
+    made_of = _made_of(catalog, last_global_checkpoint(catalog, branched.branch.name)["checkpoint"])
     for merge in kept:
         assert _made_of(catalog, merge["checkpoint"]) <= made_of
 
@@ -183,11 +198,9 @@ def test_a_whole_tier_may_be_rolled_back(run: Run) -> None:
     assert {row["tier"] for row in rows} == {"S", "A", "B"}
 
 
-def test_a_branch_may_be_rolled_back_to_before_its_start(run: Run) -> None:
-    store = run.store
-    late, early = _late(store, after=8), _late(store, after=0)
-    branch = apply_rollback(store, plan_rollback(store, "r", _where(late)))
-    train_together(branch)
+def test_a_branch_may_be_rolled_back_to_before_its_start(branched: Branched, tmp_path: Path) -> None:
+    store, branch = copy_store(branched.branch.store, tmp_path / "copy"), branched.branch
+    late, early = branched.document, _late(store, after=0)
     catalog = Catalog(store)
     assert f"c{early}" in _made_of(catalog, last_global_checkpoint(catalog, branch.name)["checkpoint"])
     second = apply_rollback(store, plan_rollback(store, branch.name, _where(early)))
@@ -213,24 +226,22 @@ def test_a_branch_may_be_rolled_back_to_before_its_start(run: Run) -> None:
         ("corpus", "SQL"),
     ],
 )
-def test_a_predicate_that_makes_no_sense_is_refused(run: Run, predicate: str, message: str) -> None:
-    before = _own(run.store, "r")
+def test_a_predicate_that_makes_no_sense_is_refused(trained: Store, predicate: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        plan_rollback(run.store, "r", predicate)
-    assert _own(run.store, "r") == before
+        plan_rollback(trained, "r", predicate)
 
 
-def test_documents_that_nobody_trained_on_need_no_rollback(run: Run) -> None:
-    unread = min(set(range(NUM_DOCUMENTS)) - set(_first_steps(run.store, "r")))
+def test_documents_that_nobody_trained_on_need_no_rollback(trained: Store) -> None:
+    unread = min(set(range(NUM_DOCUMENTS)) - set(_first_steps(trained, "r")))
     with pytest.raises(UserError, match="nothing to undo"):
-        plan_rollback(run.store, "r", _where(unread))
+        plan_rollback(trained, "r", _where(unread))
 
 
-def test_holdout_documents_are_not_a_rollbacks_to_take(run: Run) -> None:
+def test_holdout_documents_are_not_a_rollbacks_to_take(trained: Store) -> None:
     with pytest.raises(UserError, match="no document matches"):
-        plan_rollback(run.store, "r", "split = 'holdout'")
+        plan_rollback(trained, "r", "split = 'holdout'")
 
 
-def test_an_unknown_run_is_refused_with_the_names_of_those_there_are(run: Run) -> None:
+def test_an_unknown_run_is_refused_with_the_names_of_those_there_are(trained: Store) -> None:
     with pytest.raises(UserError, match="there are: r"):
-        plan_rollback(run.store, "q", "true")
+        plan_rollback(trained, "q", "true")

@@ -59,13 +59,12 @@ def test_a_flipped_bit_anywhere_is_noticed(bit: int) -> None:
         damaged[place] ^= 1 << bit
         try:
             tensors, description = unpack(bytes(damaged), name="the object")
-        except CorruptObject as e:
-            assert "the object" in str(e)
-        else:
-            # Only padding may change: then nothing that is read has.
-            missed.append(place)
-            assert _same(tensors, _tensors())
-            assert description == DESCRIPTION
+        except CorruptObject:
+            continue
+        # Only padding may change: then nothing that is read has.
+        missed.append(place)
+        assert _same(tensors, _tensors())
+        assert description == DESCRIPTION
     assert len(missed) <= 8
 
 

@@ -134,7 +134,7 @@ def tiny_config(run: str, **options: Any) -> RunConfig:
     defaults: dict[str, Any] = {
         "tier_version": 1, "pool": "p", "token_dtype": "uint16", "vocab_size": VOCABULARY, "model": MODEL, "num_islands": 2,
         "strategies": ("balanced", "conservative"), "steps": 8, "batch_size": 2, "seq_len": 16, "warmup_steps": 2, "num_fragments": 2,
-        "sync_every": 2, "quorum": 1, "grace_s": 0.0, "holdout_sequences": 2, "device": "cpu",
+        "sync_every": 2, "quorum": 1, "grace_s": 0.05, "holdout_sequences": 2, "device": "cpu",
     }  # fmt: skip
     return RunConfig(run=run, **(defaults | options))
 
