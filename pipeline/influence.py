@@ -60,7 +60,7 @@ def document_losses(model: Module, parameters: Mapping[str, Tensor], tokens_DT: 
     The model is causal, so what is padded on the right changes nothing before it and needs no attention mask.
     """
     logits_DTV = functional_call(model, dict(parameters), (tokens_DT,), {"use_cache": False}).logits
-    losses_DT = cross_entropy(logits_DTV[:, :-1].float().transpose(1, 2), tokens_DT[:, 1:], reduction="none")
+    losses_DT = cross_entropy(logits_DTV[:, :-1].transpose(1, 2), tokens_DT[:, 1:], reduction="none")
     mask_DT = mask_DT[:, 1:]
     return (losses_DT * mask_DT).sum(1) / mask_DT.sum(1)
 

@@ -108,6 +108,8 @@ def build_model(
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
+        with torch.no_grad():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.long))  # some configs are only found wrong when used
     except (KeyError, ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
         raise UserError(f"scoring model {path or dict(config)}: {first_line(e)}; mend the model's config") from e
     rows = model.get_input_embeddings().num_embeddings

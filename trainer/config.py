@@ -115,6 +115,10 @@ class RunConfig:
             )
         if not 0 < self.lr < 1:
             raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
+        if self.max_staleness < 0 or self.warmup_steps < 0 or not self.grace_s >= 0:
+            raise UserError("max_staleness, warmup_steps and grace_s must be 0 or more")
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
+            raise UserError(f"device is {self.device!r}; it is auto, cpu, cuda or cuda:N")
         if not 0 < self.outer_lr <= 2:
             raise UserError(f"outer_lr is {self.outer_lr}; it must lie above 0 and up to 2")
         if not 0 <= self.outer_momentum < 1:

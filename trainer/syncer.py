@@ -169,6 +169,7 @@ class Syncer:
                 tensors, description = unpack(self.run.store.get(contribution.path), name=contribution.path)
                 self._check(fragment, tensors, contribution.path)
                 self._check_description(number, description, contribution)
+                tensors, description = self._newer_part(number, contribution, tensors, description)
             except CorruptObject as e:
                 self._refused.add(contribution.path)
                 self._append_event("refused", island=contribution.island, fragment=number, detail={"why": str(e)})
@@ -219,6 +220,21 @@ class Syncer:
         if self.merge % len(self.fragments) == 0:
             self._checkpoint(final=False)
         return True
+
+    def _newer_part(
+        self, number: int, contribution: Contribution, tensors: Tensors, description: dict[str, Any]
+    ) -> tuple[Tensors, dict[str, Any]]:
+        """An outer gradient is all that its island did since its base: takes away what an earlier one against the same base has brought in
+        already, which happens when the island hadn't received that merge before it sent again."""
+        earlier = self.fragments[number].merged_rounds.get(contribution.island)
+        if earlier is None:
+            return tensors, description
+        path = f"{PurePosixPath(contribution.path).parent}/{contribution.island:04d}-{earlier:06d}.safetensors"
+        if not self.run.store.exists(path):
+            return tensors, description
+        merged, said = unpack(self.run.store.get(path), name=path)
+        counters = {name: description[name] - said[name] for name in ("tokens", "steps")}
+        return {name: tensors[name] - merged[name] for name in tensors}, description | counters
 
     def _check(self, fragment: Fragment, tensors: Tensors, path: str) -> None:
         if set(tensors) != set(fragment.names) or any(

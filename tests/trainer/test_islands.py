@@ -144,6 +144,30 @@ def test_an_outer_gradient_is_merged_once(tiny_store: Store) -> None:
             assert rounds == sorted(rounds)
 
 
+def test_what_an_island_sends_again_before_it_receives_is_not_counted_twice(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", num_islands=1, strategies=("balanced",), outer_lr=1.0, outer_momentum=0.0)
+    syncer = Syncer(run, emit=silent)
+    start = dict(syncer.fragments[0].parameters)
+
+    def send(round_: int, moved: float) -> None:
+        """All that the island has moved since its base, version 0, though an earlier part is merged already."""
+        gradient = {name: torch.full_like(value, moved) for name, value in start.items()}
+        said = {
+            "run": "r", "island": 0, "round": round_, "fragment": 0, "base_version": 0, "checkpoint": "00" * 16,
+            "step": round_, "tokens": 32 * round_, "steps": round_,
+        }  # fmt: skip
+        run.store.put_new(f"{run.outer_folder(0, 0)}/0000-{round_:06d}.safetensors", pack(gradient, said))
+        syncer._consider(0, flush=True)
+
+    send(2, 0.5)
+    send(6, 0.75)
+    assert syncer.fragments[0].version == 2
+    for name, value in start.items():
+        torch.testing.assert_close(syncer.fragments[0].parameters[name], value - 0.75)
+    taken = Catalog(run.store).rows("SELECT tokens, steps FROM merges ORDER BY merge")
+    assert taken == [{"tokens": 64, "steps": 2}, {"tokens": 128, "steps": 4}]
+
+
 def test_an_empty_tier_gives_its_share_away(store: Store) -> None:
     fabricate(store, empty_tiers=("S",))
     run = start_run(store, "r", num_islands=1)
