@@ -38,7 +38,8 @@ def assign_tiers(scores: Scores, stderrs: Scores, *, share: float, confidence: f
         confidence: one-sided confidence that a document of C is harmful, in [0.5, 1).
         max_s: largest share of the documents in S, in (0, 1].
     """
-    assert np.isfinite(scores).all() and len(scores) == len(stderrs) > 0
+    assert np.isfinite(scores).all()
+    assert len(scores) == len(stderrs) > 0
     harmful = scores + NormalDist().inv_cdf(confidence) * np.nan_to_num(stderrs) < 0
     tiers = np.full(len(scores), "B", dtype="<U1")
     tiers[harmful] = "C"

@@ -191,10 +191,9 @@ def tier(
 
     Example: atoll tier --share 0.8
     """
+    from manifests.catalog import Catalog
     from pipeline.tier import TierConfig, tier_table
     from pipeline.tier import tier as run_tier
-
-    from manifests.catalog import Catalog
     from tools.progress import progress_report
 
     opened = _open(store)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny import fabricate
 
 from manifests.store import Store
+from tiny import fabricate
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_config
 
 from manifests.errors import UserError
+from tiny import tiny_config
 from trainer.config import RunConfig
 from trainer.strategies import STRATEGIES
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
 
 from manifests.catalog import Catalog
 from manifests.errors import SequenceTaken, UserError
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import create_store
+from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
 from tools.provenance import check_ledger, checkpoint_documents, last_global_checkpoint
 from trainer.island import Island
 from trainer.run import GLOBAL, Run, load_run

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import copy_store, doc_id, fabricate, start_run, train_together
 
 from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.store import Store
 from manifests.tables import create_store
+from tiny import copy_store, doc_id, fabricate, start_run, train_together
 from tools.provenance import check_ledger, last_global_checkpoint
 from trainer.rollback import Plan, apply_rollback, plan_rollback, plan_table
 from trainer.run import GLOBAL, Run, load_run, read_excluded

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import PLACES, U32, TinyShard, doc_id, put_shards
 
 from manifests.errors import Failure
 from manifests.mds import CorruptShard, object_path
 from manifests.store import Store
 from manifests.tables import create_store
+from tiny import PLACES, U32, TinyShard, doc_id, put_shards
 from trainer.stream import MixedStream, Sequence, TierStream
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 40, 5)
