@@ -114,10 +114,9 @@ def ingest(
             f"{counts['holdout']:,} held out, {counts['holdout_derived']:,} left out as rephrased from those, "
             f"{counts['duplicates']:,} duplicates, {counts['rejected']:,} rejected",
             markup=False,
-            soft_wrap=True,
         )
     for reason, rows in summary["rejected_because"].items():
-        STDERR.print(f"  rejected: {reason}: {rows}", markup=False, soft_wrap=True)
+        STDERR.print(f"  rejected: {reason}: {rows}", markup=False)
 
 
 @app.command(rich_help_panel=DATA)
@@ -546,7 +545,7 @@ def _print_summary(summary: dict[str, Any]) -> None:
     for name, value in summary.items():
         if name != "already_done":
             shown = json.dumps(value) if isinstance(value, dict | list) else value
-            STDERR.print(f"  {name}: {shown}", markup=False, soft_wrap=True)
+            STDERR.print(f"  {name}: {shown}", markup=False)
 
 
 def _say_done_before(summary: dict[str, Any]) -> None:

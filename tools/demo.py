@@ -107,7 +107,12 @@ def _say(text: str) -> None:
 
 
 def _show(arguments: list[str]) -> None:
-    STDERR.print(f"$ {shlex.join(['atoll', *arguments])}", style="cyan", markup=False, soft_wrap=True)
+    STDERR.print(f"$ {' '.join(_quote(word) for word in ['atoll', *arguments])}", style="cyan", markup=False)
+
+
+def _quote(word: str) -> str:
+    """As a person would quote it: SQL is full of single quotes."""
+    return f'"{word}"' if "'" in word and not set(word) & set('"$`\\!') else shlex.quote(word)
 
 
 def _command(arguments: list[str]) -> list[str]:
@@ -148,7 +153,7 @@ def _prepare_text(folder: Path, *, seed: int) -> None:
     planted = make_synthetic(folder / "wikipedia.parquet", folder / "finephrase", num_per_kind=NUM_PER_KIND, seed=seed)
     write_whole(folder / "scoring-model.json", json.dumps(SCORING_MODEL).encode())
     write_whole(marker, recipe.encode())
-    STDERR.print(f"text in {folder}: {counts}, synthetic by planted quality: {planted}", markup=False, soft_wrap=True)
+    STDERR.print(f"text in {folder}: {counts}, synthetic by planted quality: {planted}", markup=False)
 
 
 def _train_and_kill(store: str, arguments: list[str]) -> None:

@@ -81,4 +81,4 @@ class LiveView:
             state = "" if status["state"] == "training" else f" {status['state']}"
             parts.append(f"island {island}{state} step {status.get('step', 0)}/{self._config.steps}{loss}")
         holdout = f" | global holdout loss {self._holdout_loss:.3f}" if self._holdout_loss is not None else ""
-        STDERR.print("  " + "; ".join(parts) + f" | {self._merge} merges{holdout}", soft_wrap=True)
+        STDERR.print("  " + "; ".join(parts) + f" | {self._merge} merges{holdout}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from decimal import Decimal
 from enum import StrEnum
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow.csv
 from rich.console import Console
 from rich.table import Table
 
-STDERR = Console(stderr=True, highlight=False)
+STDERR = Console(stderr=True, highlight=False, soft_wrap=True)
 """Where progress and remarks go."""
 
 
@@ -32,11 +33,11 @@ def print_answer(answer: pa.Table, format_: Format, *, title: str | None = None)
         sys.stdout.buffer.flush()
     elif format_ is Format.json:
         for row in shown.to_pylist():
-            print(json.dumps(row, default=str))
+            print(json.dumps(row, default=_json_value))
     else:
         table = Table(title=title, title_justify="left", header_style="bold")
         for field in shown.schema:
-            numeric = pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
+            numeric = any(is_kind(field.type) for is_kind in _NUMERIC)
             table.add_column(field.name, justify="right" if numeric else "left", overflow="fold")
         for row in shown.to_pylist():
             table.add_row(*(_cell(value) for value in row.values()))
@@ -44,13 +45,24 @@ def print_answer(answer: pa.Table, format_: Format, *, title: str | None = None)
         Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(table)
 
 
+_NUMERIC = (pa.types.is_integer, pa.types.is_floating, pa.types.is_decimal)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""
+    if isinstance(value, Decimal):  # DuckDB's sum of integers
+        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
+    return str(value)
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Decimal) and value == value.to_integral_value():
+        return int(value)
     return str(value)
 
 
