@@ -36,8 +36,8 @@ Tokens = npt.NDArray[Any]
 METHODS = ("adam-cosine", "cosine", "adam-dot", "dot")
 DEFAULT_MODEL: Mapping[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 352,
+    "hidden_size": 96,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -59,13 +59,13 @@ class ScoreConfig:
     """Folder of a local model to start from, instead of `model`."""
     tokenizer: str | None = None
     """Id of the tokenizer; None: the only one of the store."""
-    steps: int = 300
+    steps: int = 240
     """Training steps of the scoring model."""
     batch_size: int = 16
     seq_len: int = 128
     learning_rate: float = 3e-3
     seed: int = 0
-    num_checkpoints: int = 4
+    num_checkpoints: int = 2
     """Checkpoints at which documents are scored, evenly over the training."""
     method: str = "adam-cosine"
     """One of METHODS: cosine or dot product, with or without Adam's metric."""
