@@ -39,7 +39,7 @@ SCORING_MODEL = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-# So short a run from scratch makes few outer steps: momentum would only lag behind (docs/results/mainjob.md).
+# So short a run from scratch makes few outer steps: momentum would only lag behind them.
 OUTER = ("--sync-every", "16", "--fragments", "2", "--outer-lr", "1", "--outer-momentum", "0")
 TRAIN = ("--islands", str(ISLANDS), "--steps", str(STEPS), "--lr", "0.004", *OUTER)
 NUM_WIKIPEDIA, NUM_CODE, NUM_PER_KIND = 2400, 600, 600
