@@ -30,6 +30,13 @@ def ready(prepared: Path, tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
+@pytest.fixture
+def s3_ready(s3_environment: str, tmp_path: Path) -> str:
+    """The same on an S3 server, prepared there by the same commands."""
+    prepare(tmp_path, s3_environment)
+    return s3_environment
+
+
 def _check_ledger(store: str, run: str) -> None:
     """The consumption table says what the islands' own counters say, tier by tier and token by token."""
     recorded = query(
@@ -58,15 +65,9 @@ def _wait_for_step(store: str, run: str, step: int, *, island: int = 0) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("where", ["folder", "s3"])
-def test_train_query_roll_back_and_report(
-    where: str, prepared: Path, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if where == "folder":
-        store = request.getfixturevalue("ready")
-    else:
-        store = request.getfixturevalue("s3_environment")
-        prepare(tmp_path, store)
+@pytest.mark.parametrize("where", ["ready", "s3_ready"])
+def test_train_query_roll_back_and_report(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store = request.getfixturevalue(where)
     succeed("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=store)
     assert set(_steps(store, "r").values()) == {32}
     _check_ledger(store, "r")
