@@ -49,6 +49,7 @@ TokenizerOption = Annotated[
     str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
 ]
 DEFAULT_STORE = "atoll-store"
+_INTERRUPTED = 130
 
 
 @app.command(rich_help_panel=DATA)
@@ -469,6 +470,8 @@ def _run(arguments: list[str]) -> int:
     try:
         # Outside typer's standalone mode errors reach us, and become one line.
         code = typer.main.get_command(app).main(arguments, prog_name="atoll", standalone_mode=False)
+        if code == _INTERRUPTED:  # typer makes an exit code of a KeyboardInterrupt
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except AtollError as e:
         _complain(str(e))
@@ -477,7 +480,7 @@ def _run(arguments: list[str]) -> int:
         return e.exit_code
     except (typer.exceptions.Abort, KeyboardInterrupt):
         _complain("interrupted; what was committed stays, the same command goes on from there")
-        return 130
+        return _INTERRUPTED
     except BrokenPipeError:
         return 0  # the reader of our output has seen enough
     except Exception as e:
