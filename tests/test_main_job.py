@@ -14,6 +14,9 @@ from manifests.catalog import Catalog
 from manifests.tables import open_store
 from tests.main_job import TRAIN, atoll, model_option, prepare, query, start, stop_group, succeed
 
+LONGER = ("--steps", "64")
+"""For runs that are to be caught in the middle."""
+
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -88,7 +91,7 @@ def test_train_query_roll_back_and_report(where: str, tmp_path: Path, request: p
 
 
 def test_killed_island_comes_back_and_the_others_go_on(ready: str, tmp_path: Path) -> None:
-    process = start("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=ready)
+    process = start("train", "--run", "r", *TRAIN, *LONGER, *model_option(tmp_path), store=ready)
     _wait_for_step(ready, "r", 8, island=1)
     detail = Catalog(open_store(ready)).rows(
         "SELECT json_extract(detail::JSON, 'pid')::INTEGER AS pid FROM events WHERE kind = 'island_joined' AND island = 1"
@@ -97,7 +100,7 @@ def test_killed_island_comes_back_and_the_others_go_on(ready: str, tmp_path: Pat
     _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert "island 1: killed by SIGKILL" in err
-    assert set(_steps(ready, "r").values()) == {32}
+    assert set(_steps(ready, "r").values()) == {64}
     _check_ledger(ready, "r")
     kinds = query(
         "select island, count(*) as n from events where kind = 'island_joined' group by all order by island",
@@ -108,7 +111,7 @@ def test_killed_island_comes_back_and_the_others_go_on(ready: str, tmp_path: Pat
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path: Path, how: signal.Signals) -> None:
-    arguments = ("train", "--run", "r", *TRAIN, *model_option(tmp_path))
+    arguments = ("train", "--run", "r", *TRAIN, *LONGER, *model_option(tmp_path))
     process = start(*arguments, store=ready)
     _wait_for_step(ready, "r", 8)
     stop_group(process, how)
@@ -119,7 +122,7 @@ def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path
         assert "Traceback" not in err
     _wait_until_alone(ready)
     succeed(*arguments, store=ready)
-    assert set(_steps(ready, "r").values()) == {32}
+    assert set(_steps(ready, "r").values()) == {64}
     _check_ledger(ready, "r")
     assert "finished already" in atoll(*arguments, store=ready).stderr
     different = atoll(*arguments, "--lr", "0.001", store=ready)
