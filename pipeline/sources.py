@@ -87,7 +87,7 @@ class SourceSpec:
     split: str = "train"
     """Split of a `datasets` source."""
     subset: str | None = None
-    """Configuration of a `datasets` source, such as `faq`."""
+    """Configuration of a `datasets` source, such as `sample-10BT`."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:

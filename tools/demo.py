@@ -6,7 +6,6 @@ there is a truth to hold the tiers against. In the middle of the training one is
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
@@ -28,17 +27,6 @@ STEPS = 192
 KILLED_ISLAND = 2
 HOLDOUT_SHARE = "0.1"
 VOCAB_SIZE = 2048
-SCORE = ("--steps", "240", "--checkpoints", "2")
-SCORING_MODEL = {
-    "model_type": "llama",
-    "hidden_size": 96,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
 # So short a run from scratch makes few outer steps: momentum would only lag behind them.
 OUTER = ("--sync-every", "16", "--fragments", "2", "--outer-lr", "1", "--outer-momentum", "0")
 TRAIN = ("--islands", str(ISLANDS), "--steps", str(STEPS), "--lr", "0.004", *OUTER)
@@ -77,7 +65,7 @@ def run_demo(store: str, *, seed: int) -> None:
     )  # fmt: skip
     _atoll("tokenizer", "--vocab-size", str(VOCAB_SIZE), *at)
     _say("2. Every document's influence on the holdout loss")
-    _atoll("score", "--seed", str(seed), *SCORE, "--model", str(text / "scoring-model.json"), *at)
+    _atoll("score", "--seed", str(seed), *at)
     _say("3. Tiers, held against the planted qualities")
     _atoll("tier", *at)
     _say("4. Shards, and a view for each tier")
@@ -151,7 +139,6 @@ def _prepare_text(folder: Path, *, seed: int) -> None:
         "python": export_stdlib_code(folder / "code.parquet", num_documents=NUM_CODE, seed=seed),
     }
     planted = make_synthetic(folder / "wikipedia.parquet", folder / "finephrase", num_per_kind=NUM_PER_KIND, seed=seed)
-    write_whole(folder / "scoring-model.json", json.dumps(SCORING_MODEL).encode())
     write_whole(marker, recipe.encode())
     STDERR.print(f"text in {folder}: {counts}, synthetic by planted quality: {planted}", markup=False)
 

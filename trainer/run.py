@@ -85,11 +85,6 @@ class Run:
         return max((int(PurePosixPath(o.path).name.split(".")[0]) for o in self.store.list(folder)), default=-1)
 
 
-def run_exists(catalog: Catalog, name: str) -> bool:
-    """Whether the store holds a run of this name."""
-    return bool(catalog.rows("SELECT 1 FROM runs WHERE run = ?", [name]))
-
-
 def load_run(store: Store, name: str, *, catalog: Catalog | None = None) -> Run:
     """The run of this name.
 

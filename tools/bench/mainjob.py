@@ -6,7 +6,6 @@ Both read the same pool and are measured on the same holdout; the text, the scor
 from __future__ import annotations
 
 import importlib
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from manifests.catalog import Catalog
 from manifests.errors import Failure
 from manifests.tables import open_store
 from tools.bench.frame import Benchmark, Figure, interleave, run_benchmark
-from tools.demo import ISLANDS, OUTER, SCORING_MODEL, VOCAB_SIZE
+from tools.demo import ISLANDS, OUTER, VOCAB_SIZE
 from tools.output import STDERR
 
 
@@ -154,9 +153,7 @@ def _prepare(folder: Path, size: Size, seed: int) -> str:
         _atoll("ingest", str(folder / "code.parquet"), "--corpus", "python", *common)
     _atoll("ingest", str(folder / "finephrase"), "--format", "finephrase", "--corpus", "finephrase", *common)
     _atoll("tokenizer", "--vocab-size", str(VOCAB_SIZE), "--store", store)
-    model = folder / "scoring-model.json"
-    model.write_text(json.dumps(SCORING_MODEL))
-    _atoll("score", *size.score_options, "--model", str(model), "--seed", str(seed), "--store", store)
+    _atoll("score", *size.score_options, "--seed", str(seed), "--store", store)
     _atoll("tier", "--store", store)
     _atoll("shard", "--store", store)
     return store
