@@ -81,7 +81,9 @@ def ingest(
         str | None, typer.Option(help="Kind of the synthetic documents: faq, math, table, tutorial, …")
     ] = None,
     split: Annotated[str, typer.Option(help="Split of a --format datasets source.")] = "train",
-    subset: Annotated[str | None, typer.Option(help="Configuration of a --format datasets source, such as sample-10BT.")] = None,
+    subset: Annotated[
+        str | None, typer.Option(help="Configuration of a --format datasets source, such as sample-10BT.")
+    ] = None,
     holdout_share: Annotated[float, typer.Option(help="Share of the real documents kept aside as the holdout.")] = 0.02,
 ) -> None:
     """Read documents into the store; makes the store where there is none.
