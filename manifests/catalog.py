@@ -1,32 +1,41 @@
 """SQL over a store: one version of every table, pinned, shown as DuckDB views.
 
 Only rows that count are in the views (schemas.py); the schema `raw` holds every row. The connection is read-only towards the world: it can
-read the pinned files and nothing else of the machine.
+read the pinned files and nothing else of the machine. A table's files are fetched, and its view is made, when a query first names it.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
 
-from manifests.errors import UserError
+from manifests.cut import At, pin
+from manifests.errors import Failure, UserError
+from manifests.policy import Rights
+from manifests.questions import MACROS, VIEWS, question
 from manifests.schemas import TABLES, TableSpec
 from manifests.store import Store, first_line
-from manifests.tables import open_table
+from manifests.tables import created_version
 
-_SQL_FOLDER = Path(__file__).parent / "sql"
 _READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
 _COUNTS = {
     None: "",
     "job": " WHERE job IN (SELECT job FROM raw.jobs)",
     "checkpoint": " WHERE checkpoint IN (SELECT checkpoint FROM raw.checkpoints)",
 }
+_LISTING = frozenset({"show", "describe", "information_schema", "duckdb_views", "duckdb_columns", "duckdb_tables"})
+"""Words of a query that looks at the catalog itself, and so needs all of it."""
+_LABELLED = {"documents": "doc_id", "shard_index": "shard"}
+"""Tables that carry the labels which rights are decided by, and the column that leads to them."""
 
 
 def cache_root() -> Path:
@@ -37,29 +46,51 @@ def cache_root() -> Path:
 class Catalog:
     """A consistent view of a store's tables, queried by SQL."""
 
-    def __init__(self, store: Store, *, versions: Mapping[str, int] | None = None) -> None:
-        """Pins the tables, the given ones at their version, the others at their newest."""
+    def __init__(
+        self,
+        store: Store,
+        *,
+        at: At | None = None,
+        tables: Iterable[str] | None = None,
+        rights: Rights | None = None,
+        threads: int | None = None,
+        memory_limit: str | None = None,
+    ) -> None:
+        """Pins the tables at one cut.
+
+        Args:
+            store: the store.
+            at: a time, a checkpoint's id or versions of tables to look from; None: now.
+            tables: only these and what makes their rows count; None: all.
+            rights: what the asker may read (policy.py): other documents, their shards and their consumption are not there. None: everything.
+            threads: threads of a query; None: DuckDB's choice.
+            memory_limit: such as `2GB`; None: DuckDB's choice.
+
+        Raises:
+            UserError: the store has nothing at this point, or a newer Atoll has written to it.
+            Failure: a table's log is damaged.
+        """
         self.store = store
-        self.versions: dict[str, int] = {}
-        files: dict[str, list[str]] = {}
-        # A parent commits after its children, so pin parents first: whatever they vouch for is there when the children are pinned.
-        order = sorted(TABLES, key=lambda name: (name not in ("jobs", "checkpoints", "runs"), name))
-        for name in order:
-            table = open_table(store, name, version=(versions or {}).get(name))
-            self.versions[name] = table.version()
-            files[name] = self._local_files(name, pa.table(table.get_add_actions())["path"].to_pylist())
+        self._rights = rights if rights is not None and not rights.everything else None
+        self._tables = pin(store, TABLES if tables is None else self._with_needed(tables), at)
+        self.versions: dict[str, int] = {
+            name: table.version() for name, table in self._tables.items() if table is not None
+        }
+        self._files = {name: self._paths(name) for name in self._tables}
+        self._local = {
+            name: [str(self._local_path(name, path)) for path in paths] for name, paths in self._files.items()
+        }
+        self._ready: set[str] = set()
         self.connection = duckdb.connect(":memory:")
         self.connection.execute("CREATE SCHEMA raw")
-        for name, spec in TABLES.items():
-            self._create_raw(spec, files[name])
-        for spec in TABLES.values():
-            self.connection.execute(
-                f"CREATE VIEW {spec.name} AS SELECT * FROM raw.{spec.name}{_COUNTS[spec.counts_with]}"
-            )
-        self._create_named_views()
-        paths = sorted({p for names in files.values() for p in names})
         self.connection.execute("SET TimeZone = 'UTC'")
-        self.connection.execute("SET allowed_paths = ?", [paths])
+        # Rows come in the order of their files only where a query asks for an order; parallel scans need no buffers then.
+        self.connection.execute("SET preserve_insertion_order = false")
+        if threads is not None:
+            self.connection.execute(f"SET threads = {threads}")
+        if memory_limit is not None:
+            self.connection.execute("SET memory_limit = ?", [memory_limit])
+        self.connection.execute("SET allowed_paths = ?", [sorted(p for paths in self._local.values() for p in paths)])
         self.connection.execute("SET enable_external_access = false")
         self.connection.execute("SET lock_configuration = true")
 
@@ -68,6 +99,7 @@ class Catalog:
 
         Raises:
             UserError: the SQL is more than one query, would change something, or DuckDB refuses it; its message is passed on.
+            Failure: a data file is missing or damaged.
         """
         try:
             statements = self.connection.extract_statements(sql)
@@ -78,59 +110,182 @@ class Catalog:
                 raise UserError(
                     f"SQL: {statements[0].type.name} is not a query; the store is read-only here, use SELECT"
                 )
+            if self._rights is not None:
+                self._refuse_files(sql)
+            self.prepare(sql)
             return self.connection.sql(sql, params=parameters).to_arrow_table()
         except duckdb.Error as e:
-            raise UserError(f"SQL: {first_line(e)}") from e
+            raise self._explain(e) from e
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Answers a query as a list of dicts."""
         return self.query(sql, parameters).to_pylist()
 
     def ask(self, name: str, **parameters: Any) -> pa.Table:
-        """Answers a question whose SQL stands in `manifests/sql/<name>.sql`."""
+        """Answers a question whose SQL stands under `manifests/sql/`; see questions.py."""
         return self.query(question(name), parameters or None)
 
-    def _create_raw(self, spec: TableSpec, files: list[str]) -> None:
-        if files:
-            listed = ", ".join("'" + path.replace("'", "''") + "'" for path in files)
-            columns = ", ".join(f'"{c}"' for c in spec.schema.names)
-            self.connection.execute(
-                f"CREATE VIEW raw.{spec.name} AS SELECT {columns} FROM read_parquet([{listed}], union_by_name = true)"
+    def prepare(self, sql: str | None = None) -> None:
+        """Makes the views that a query names, and fetches their files; None: all of them.
+
+        Raises:
+            Failure: a file can't be fetched.
+        """
+        words = _words(sql) if sql is not None else _LISTING
+        for name in self._objects():
+            if words & _LISTING or name in words:
+                for statement in self._definitions_of(name, self._ready):
+                    self.connection.execute(statement)
+
+    def definitions(self) -> list[str]:
+        """SQL that makes the same views over the same files in another DuckDB database, in order."""
+        ready: set[str] = set()
+        statements = [s for name in self._objects() for s in self._definitions_of(name, ready)]
+        return ["CREATE SCHEMA IF NOT EXISTS raw", *statements]
+
+    def _objects(self) -> list[str]:
+        """Names of the tables, views and macros that this cut can show."""
+        named = [name for name in (*VIEWS, *MACROS) if all(t in self._tables for t in self._needs(name) if t in TABLES)]
+        return [*self._tables, *named]
+
+    def _needs(self, name: str) -> list[str]:
+        """Tables, views and macros that one rests on."""
+        if name not in TABLES:
+            words = _words(VIEWS.get(name) or MACROS[name])
+            return [other for other in (*TABLES, *VIEWS, *MACROS) if other in words and other != name]
+        counts_with = TABLES[name].counts_with
+        needed = [] if counts_with is None else [f"{counts_with}s"]
+        needed += {"documents": ["tombstones"], "consumption": ["shards"]}.get(name, [])
+        if self._rights is not None:
+            columns = TABLES[name].schema.names
+            needed += [table for table, column in _LABELLED.items() if column in columns and name not in _LABELLED]
+        return needed
+
+    def _with_needed(self, names: Iterable[str]) -> set[str]:
+        found: set[str] = set()
+        waiting = list(names)
+        while waiting:
+            name = waiting.pop()
+            if name not in found:
+                found.add(name)
+                waiting += self._needs(name)
+        return found
+
+    def _definitions_of(self, name: str, ready: set[str]) -> list[str]:
+        """Statements that make a table's views, a view or a macro, after what it rests on."""
+        if name in ready:
+            return []
+        ready.add(name)
+        before = [s for other in self._needs(name) for s in self._definitions_of(other, ready)]
+        if name not in TABLES:
+            return [*before, VIEWS.get(name) or MACROS[name]]
+        self._fetch(name)
+        return [*before, self._raw_view(TABLES[name]), self._counting_view(TABLES[name])]
+
+    def _raw_view(self, spec: TableSpec) -> str:
+        table = self._tables[spec.name]
+        present = {field.name for field in table.schema().fields} if table is not None else set()
+        empty = not self._local[spec.name]
+        columns = ", ".join(
+            f'"{field.name}"'
+            if field.name in present and not empty
+            else f'NULL::{_duckdb_type(field.type)} AS "{field.name}"'
+            for field in spec.schema
+        )
+        if empty:
+            return f"CREATE VIEW raw.{spec.name} AS SELECT {columns} WHERE false"
+        options = ""
+        if table is not None and created_version(table) < spec.version:
+            options += ", union_by_name = true"  # the oldest files lack the newest columns
+        if spec.partition_by:
+            types = ", ".join(f"'{c}': {_duckdb_type(spec.schema.field(c).type)}" for c in spec.partition_by)
+            options += f", hive_partitioning = true, hive_types = {{{types}}}"
+        listed = ", ".join(_quoted(path) for path in self._local[spec.name])
+        allowed = f" WHERE {condition}" if (condition := self._allowed(spec)) else ""
+        return f"CREATE VIEW raw.{spec.name} AS SELECT {columns} FROM read_parquet([{listed}]{options}){allowed}"
+
+    def _allowed(self, spec: TableSpec) -> str | None:
+        """The condition on a table's rows that the asker's rights make."""
+        if self._rights is None or spec.name == "tombstones":
+            return None
+        if "license" in spec.schema.names and "access" in spec.schema.names:
+            return self._rights.condition
+        if "shard" in spec.schema.names:
+            return "shard IN (SELECT shard FROM raw.shard_index)"
+        if "doc_id" in spec.schema.names:
+            return "doc_id IN (SELECT doc_id FROM raw.documents)"
+        return None
+
+    def _counting_view(self, spec: TableSpec) -> str:
+        counts = _COUNTS[spec.counts_with]
+        if spec.name == "documents":
+            forgotten = "SELECT doc_id FROM raw.tombstones WHERE job IN (SELECT job FROM raw.jobs)"
+            return f"CREATE VIEW documents AS SELECT * FROM raw.documents{counts} AND doc_id NOT IN ({forgotten})"
+        if spec.name == "consumption":
+            # One row for each place, so that DuckDB drops the join from queries that don't ask for doc_id.
+            places = (
+                "SELECT shard, position AS shard_position, any_value(doc_id) AS doc_id FROM raw.shards GROUP BY ALL"
             )
-        else:
-            self.connection.register("_empty", spec.schema.empty_table())
-            self.connection.execute(f"CREATE TABLE raw.{spec.name} AS SELECT * FROM _empty")
-            self.connection.unregister("_empty")
+            return (
+                f"CREATE VIEW consumption AS SELECT c.*, p.doc_id FROM (SELECT * FROM raw.consumption{counts}) AS c "
+                f"LEFT JOIN ({places}) AS p USING (shard, shard_position)"
+            )
+        newest = ""
+        if spec.newest_by:
+            newest = (
+                f" QUALIFY row_number() OVER (PARTITION BY {', '.join(spec.newest_by)} ORDER BY written_at DESC) = 1"
+            )
+        return f"CREATE VIEW {spec.name} AS SELECT * FROM raw.{spec.name}{counts}{newest}"
 
-    def _create_named_views(self) -> None:
-        for path in sorted((_SQL_FOLDER / "views").glob("*.sql")):
-            self.connection.execute(path.read_text())
+    def _refuse_files(self, sql: str) -> None:
+        """Files are read through the views only, or the asker's rights would be passed by."""
+        parsed = self.connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
+        tree = json.loads(parsed[0]) if parsed is not None else {}
+        for node in _nodes(tree):
+            function = node.get("function") if node.get("type") == "TABLE_FUNCTION" else None
+            name = (
+                str(function.get("function_name", ""))
+                if isinstance(function, dict)
+                else str(node.get("table_name", ""))
+            )
+            if re.search(r"read_|scan|glob|parquet_|/|\.parquet", name.lower()):
+                raise UserError(
+                    f"SQL: {name!r} reads a file; with a policy in force, tables are read through their views"
+                )
 
-    def _local_files(self, table: str, paths: list[str]) -> list[str]:
+    def _paths(self, name: str) -> list[str]:
+        table = self._tables[name]
+        # The log keeps paths as URLs, so a partition's name may be quoted.
+        return (
+            [] if table is None else [unquote(path) for path in pa.table(table.get_add_actions())["path"].to_pylist()]
+        )
+
+    def _local_path(self, table: str, path: str) -> Path:
         if self.store.is_local:
-            return [str(self.store.root / "tables" / table / path) for path in paths]
-        folder = cache_root() / "tables" / self.store.uri.replace("://", "/") / table
+            return self.store.root / "tables" / table / path
+        return cache_root() / "tables" / self.store.uri.replace("://", "/") / table / path
+
+    def _fetch(self, name: str) -> None:
+        if self.store.is_local:
+            return
+        missing = [path for path in self._files[name] if not self._local_path(name, path).exists()]
         with ThreadPoolExecutor(8) as pool:
-            return list(pool.map(lambda path: self._fetch(folder, table, path), paths))
+            list(pool.map(lambda path: self._fetch_file(name, path), missing))
 
-    def _fetch(self, folder: Path, table: str, path: str) -> str:
-        target = folder / path
-        if not target.exists():
-            write_whole(target, self.store.get(f"tables/{table}/{path}"))
-        return str(target)
+    def _fetch_file(self, table: str, path: str) -> None:
+        write_whole(self._local_path(table, path), self.store.get(f"tables/{table}/{path}"))
 
-
-def question(name: str) -> str:
-    """The SQL of a named question.
-
-    Raises:
-        UserError: there is none of this name.
-    """
-    path = _SQL_FOLDER / f"{name}.sql"
-    if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in _SQL_FOLDER.glob("*.sql")))
-        raise UserError(f"no question named {name!r}; there are: {known}")
-    return path.read_text()
+    def _explain(self, error: duckdb.Error) -> UserError | Failure:
+        text = first_line(error)
+        named = next((p for paths in self._local.values() for p in paths if p in str(error)), None)
+        if named is not None and "Permission Error" not in text:
+            mend = (
+                "delete it, it is fetched again"
+                if not self.store.is_local
+                else "restore it from a backup, or ask with --at"
+            )
+            return Failure(f"data file {named} is missing or damaged: {text}; {mend}")
+        return UserError(f"SQL: {text}")
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -139,3 +294,39 @@ def write_whole(path: Path, data: bytes) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_bytes(data)
     os.replace(partial, path)
+
+
+def _words(sql: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", sql.lower()))
+
+
+def _nodes(tree: Any) -> Iterable[dict[str, Any]]:
+    if isinstance(tree, dict):
+        yield tree
+        for value in tree.values():
+            yield from _nodes(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _nodes(value)
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"
+
+
+def _duckdb_type(type_: pa.DataType) -> str:
+    if pa.types.is_list(type_):
+        return f"{_duckdb_type(type_.value_type)}[]"
+    return _DUCKDB_TYPES[type_]
+
+
+_DUCKDB_TYPES = {
+    pa.binary(): "BLOB",
+    pa.string(): "VARCHAR",
+    pa.bool_(): "BOOLEAN",
+    pa.int32(): "INTEGER",
+    pa.int64(): "BIGINT",
+    pa.float32(): "FLOAT",
+    pa.float64(): "DOUBLE",
+    pa.timestamp("us", tz="UTC"): "TIMESTAMP WITH TIME ZONE",
+}

@@ -3,16 +3,21 @@
 Ids are 16-byte xxh3-128 hashes. Times are UTC microseconds. A row of a batch table carries the `job` that wrote it and
 counts once that job's row stands in `jobs`; a row of `consumption` carries the `checkpoint` that closed its segment and counts
 once that checkpoint's row stands in `checkpoints`. So half a job is never seen: the views (catalog.py) hide it.
+
+A table carries the version of its schema. A version may only add columns that can be null, at the end: then older rows read as null there,
+and an older Atoll refuses the table instead of misreading it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pyarrow as pa
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version of the store as a whole. 1 had no pool places in `consumption`."""
 TIERS = ("S", "A", "B", "C")
 
 _ID = pa.binary()
@@ -30,6 +35,16 @@ class TableSpec:
     schema: pa.Schema
     counts_with: Literal["job", "checkpoint"] | None
     """The column whose committed parent makes a row count; None: every row counts once it is appended."""
+    version: int = 1
+    """Version of this table's schema; goes up by one with every column that is added."""
+    partition_by: tuple[str, ...] = ()
+    """Columns that part the files: what most questions name one value of."""
+    sort_by: tuple[str, ...] = ()
+    """Order of the rows within an append; none: as they come."""
+    newest_by: tuple[str, ...] = ()
+    """Columns that name a thing of which only the newest row counts; none: every row does."""
+    encodings: Mapping[str, str] = field(default_factory=dict)
+    """Parquet encoding of columns that the default one (dictionary) stores badly."""
 
 
 def _field(
@@ -57,9 +72,39 @@ def _per_tier(
 
 
 def _spec(
-    name: str, row: str, fields: list[pa.Field[pa.DataType]], counts_with: Literal["job", "checkpoint"] | None = None
+    name: str,
+    row: str,
+    fields: list[pa.Field[pa.DataType]],
+    counts_with: Literal["job", "checkpoint"] | None = None,
+    *,
+    partition_by: tuple[str, ...] = (),
+    sort_by: tuple[str, ...] = (),
+    newest_by: tuple[str, ...] = (),
+    encodings: Mapping[str, str] | None = None,
 ) -> TableSpec:
-    return TableSpec(name=name, row=row, schema=pa.schema(fields), counts_with=counts_with)
+    return TableSpec(
+        name=name,
+        row=row,
+        schema=pa.schema(fields),
+        counts_with=counts_with,
+        partition_by=partition_by,
+        sort_by=sort_by,
+        newest_by=newest_by,
+        encodings=encodings or {},
+    )
+
+
+_SHARD = _field("shard", _TEXT, "xxh3-128 of the raw shard, hex")
+# All documents of a shard share these: so a question by corpus or licence needs no join with documents, and what an island may not read is left
+# out of its index as whole shards.
+_KIND = [
+    _field("corpus", _TEXT, "name of the corpus"),
+    _field("origin", _TEXT, "real or synthetic"),
+    _field("generator", _TEXT, "model or program that wrote a synthetic document", null=True),
+    _field("prompt", _TEXT, "kind of a synthetic document: faq, math, table, tutorial, …", null=True),
+    _field("license", _TEXT, "licence, `unknown` where the source names none"),
+    _field("access", _TEXT, "policy label"),
+]
 
 
 _SPECS = [
@@ -68,7 +113,7 @@ _SPECS = [
         "one finished batch job",
         [
             _JOB,
-            _field("kind", _TEXT, "ingest, tokenizer, score, tier or shard"),
+            _field("kind", _TEXT, "ingest, tokenizer, score, tier, shard or forget"),
             _field("command", _TEXT, "the command line that ran it"),
             _field("config", _TEXT, "its resolved configuration, JSON"),
             _field("inputs", _TEXT, "versions of the tables that it read, JSON"),
@@ -176,6 +221,8 @@ _SPECS = [
             _JOB,
         ],
         "job",
+        partition_by=("tier_version",),
+        sort_by=("tier", "doc_id"),
     ),
     _spec(
         "pools",
@@ -193,22 +240,23 @@ _SPECS = [
         "one document's place in the pool",
         [
             _field("pool", _TEXT, "name of the pool"),
-            _field("shard", _TEXT, "xxh3-128 of the raw shard, hex"),
+            _SHARD,
             _field("position", pa.int32(), "place within the shard, from 0"),
             _DOC,
             _field("tokens", pa.int32(), "tokens, the closing end-of-document token included", unit="tokens"),
             _JOB,
         ],
         "job",
+        sort_by=("shard", "position"),
     ),
     _spec(
         "shard_index",
         "one shard and its entry for an MDS index.json",
         [
             _field("pool", _TEXT, "name of the pool"),
-            _field("shard", _TEXT, "xxh3-128 of the raw shard, hex"),
+            _SHARD,
             _field("tier", _TEXT, "tier of its documents when it was written, or holdout"),
-            _field("origin", _TEXT, "real or synthetic: a shard holds documents of one origin"),
+            *_KIND,
             _field("entry", _TEXT, "MDS index entry, JSON"),
             _field("documents", pa.int32(), "documents in the shard"),
             _field("tokens", pa.int64(), "tokens in the shard", unit="tokens"),
@@ -232,8 +280,10 @@ _SPECS = [
             _field("documents", pa.int64(), "documents in the view"),
             _field("tokens", pa.int64(), "tokens in the view", unit="tokens"),
             _JOB,
+            _AT,
         ],
         "job",
+        newest_by=("tier_version", "pool", "tier"),
     ),
     _spec(
         "runs",
@@ -260,8 +310,25 @@ _SPECS = [
             *_per_tier("weight", pa.float64(), "share of the sequences"),
             _field("reason", _TEXT, "why"),
             _field("tier_version", pa.int32(), "number, from 1"),
+            _field("query", _TEXT, "the SQL that computed the weights"),
+            _field("parameters", _TEXT, "what it was asked with, JSON"),
+            _field("inputs", _TEXT, "versions of the tables that it read, JSON"),
             _AT,
         ],
+    ),
+    _spec(
+        "strategies",
+        "one edition of a strategy; the newest one of a name counts",
+        [
+            _field("strategy", _TEXT, "its name"),
+            *_per_tier("weight", pa.float64(), "share of the sequences to start with", null=True),
+            _field("learning_rate", pa.float64(), "how fast effectiveness moves the weights; 0: they stay"),
+            _field("weight_floor", pa.float64(), "least weight of a tier that has any"),
+            _field("step_cap", pa.float64(), "largest change of a weight in one decision, as a share of it"),
+            _field("reason", _TEXT, "why it was set so"),
+            _AT,
+        ],
+        newest_by=("strategy",),
     ),
     _spec(
         "consumption",
@@ -272,7 +339,9 @@ _SPECS = [
             _INCARNATION,
             _field("step", pa.int64(), "inner step of the island, from 1"),
             _field("position", pa.int32(), "first token's place in the step's batch", unit="tokens"),
-            _DOC,
+            # The document by its place in the pool: 16 bytes of a hash would be more than all other columns together.
+            _SHARD,
+            _field("shard_position", pa.int32(), "the document's place within the shard, from 0"),
             _TIER,
             _field("origin", _TEXT, "real or synthetic"),
             _field("token_start", pa.int32(), "first token's place in the document", unit="tokens"),
@@ -281,6 +350,29 @@ _SPECS = [
             _field("checkpoint", _ID, "the checkpoint that closes the segment"),
         ],
         "checkpoint",
+        partition_by=("run",),
+        encodings={"step": "DELTA_BINARY_PACKED", "position": "DELTA_BINARY_PACKED", "loss": "BYTE_STREAM_SPLIT"},
+    ),
+    _spec(
+        "consumption_rounds",
+        "the spans of one shard in one segment, summed up; derived from consumption",
+        [
+            _RUN,
+            _ISLAND,
+            _field("checkpoint", _ID, "the checkpoint that closes the segment"),
+            _SHARD,
+            _TIER,
+            _field("origin", _TEXT, "real or synthetic"),
+            _field("first_step", pa.int64(), "first step of these spans"),
+            _field("last_step", pa.int64(), "last step of these spans"),
+            _field("spans", pa.int64(), "number of spans"),
+            _field("tokens", pa.int64(), "tokens of the spans", unit="tokens"),
+            _field("loss_tokens", pa.int64(), "tokens of the spans that have a loss", unit="tokens"),
+            _field("loss_sum", pa.float64(), "sum of tokens times loss over these", unit="nats"),
+        ],
+        "checkpoint",
+        partition_by=("run",),
+        sort_by=("tier", "shard"),
     ),
     _spec(
         "feedback",
@@ -350,6 +442,31 @@ _SPECS = [
             _field("detail", _TEXT, "what else is known, JSON"),
             _AT,
         ],
+    ),
+    _spec(
+        "policies",
+        "one edition of the policy; the newest one counts",
+        [
+            _field("policy", _TEXT, "xxh3-128 of its text"),
+            _field("text", _TEXT, "the policy, TOML"),
+            _field("reason", _TEXT, "why it was set"),
+            _AT,
+        ],
+    ),
+    _spec(
+        "tombstones",
+        "one document that was forgotten",
+        [
+            _DOC,
+            _field("corpus", _TEXT, "name of the corpus"),
+            _field("license", _TEXT, "licence that it had"),
+            _field("access", _TEXT, "policy label that it had"),
+            _field("predicate", _TEXT, "SQL condition that it was forgotten by"),
+            _field("reason", _TEXT, "why"),
+            _JOB,
+            _AT,
+        ],
+        "job",
     ),
 ]
 

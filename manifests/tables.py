@@ -1,6 +1,7 @@
-"""Tables of a store: making, appending, reading at a version. Each is a Delta table (delta-rs).
+"""Tables of a store: making, opening, appending. Each is a Delta table (delta-rs).
 
-Appends are atomic, safe beside other writers, and idempotent where they carry a writer and a sequence number.
+Appends are atomic, safe beside other writers, and idempotent where they carry a writer and a sequence number. What is read at which version is
+decided in cut.py and catalog.py; compaction and vacuum are in upkeep.py.
 """
 
 from __future__ import annotations
@@ -15,29 +16,41 @@ from typing import Any
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, WriterProperties, write_deltalake
 from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.schema import Schema as DeltaSchema
+from deltalake.writer.properties import ColumnProperties
 
-from manifests.errors import Failure, ObjectMissing, StoreUnreachable, UserError
-from manifests.schemas import SCHEMA_VERSION, TABLES
+from manifests.errors import AtollError, Failure, ObjectMissing, StoreUnreachable, UserError
+from manifests.probe import require_sound
+from manifests.schemas import SCHEMA_VERSION, TABLES, TableSpec
 from manifests.store import MARKER, Store, first_line
 
 _ATTEMPTS = 30
 _COMMIT_RETRIES = 15
+_VERSION = "atoll.schema_version"
+_CREATED = "atoll.created_version"
+_CONFIGURATION = {
+    # Delta's defaults throw away the log after 30 days; a month of training must stay open to time travel.
+    "delta.enableExpiredLogCleanup": "false",
+    "delta.checkpointInterval": "50",
+}
 
 
 def create_store(uri: str) -> Store:
     """Makes a store with all its tables, or opens the one that lies there.
 
-    Safe to run again after a crash and beside another that does the same: tables are made if absent, the marker comes last.
+    Safe to run again after a crash and beside another that does the same: the place is probed first, tables are made if absent, the marker comes last.
 
     Raises:
-        UserError: the place can't be written, or holds a store of a newer schema.
+        UserError: the place can't be written, breaks a promise that the store rests on, or holds a store of another schema.
     """
     store = Store(uri)
     store.make_root()
     if not store.exists(MARKER):
+        require_sound(store)
         for name in TABLES:
             _create(store, name)
-        store.put_content(MARKER, json.dumps({"schema_version": SCHEMA_VERSION}).encode())
+        marker = {"schema_version": SCHEMA_VERSION, "tables": sorted(TABLES)}
+        store.put_content(MARKER, json.dumps(marker).encode())
     return open_store(uri)
 
 
@@ -45,34 +58,74 @@ def open_store(uri: str) -> Store:
     """Opens a store that exists.
 
     Raises:
-        UserError: there is none, or it is of a newer schema.
+        UserError: there is none, or it is of another schema.
+        Failure: its marker is damaged.
     """
     store = Store(uri)
+    version = read_marker(store).get("schema_version", 0)
+    if version > SCHEMA_VERSION:
+        raise UserError(f"{store.uri} is of schema {version}, this Atoll reads up to {SCHEMA_VERSION}; update Atoll")
+    if version < SCHEMA_VERSION:
+        raise UserError(
+            f"{store.uri} is of schema {version}, from before the first release, and this Atoll reads {SCHEMA_VERSION}; "
+            "ingest into a new store"
+        )
+    return store
+
+
+def read_marker(store: Store) -> dict[str, Any]:
+    """What the store says of itself: `schema_version`, and the `tables` that it was made with."""
     try:
         marker = json.loads(store.get(MARKER))
     except ObjectMissing as e:
         raise UserError(f"no Atoll store at {store.uri}; `atoll ingest` makes one, or name another with --store") from e
     except ValueError as e:
-        raise Failure(f'{store.uri}/{MARKER} is damaged: {e}; write it again as {{"schema_version": 1}}') from e
-    if marker.get("schema_version", 0) > SCHEMA_VERSION:
-        raise UserError(
-            f"{store.uri} is of schema {marker['schema_version']}, this Atoll reads up to {SCHEMA_VERSION}; update Atoll"
-        )
-    return store
+        raise Failure(
+            f'{store.uri}/{MARKER} is damaged: {e}; write it again as {{"schema_version": {SCHEMA_VERSION}}}'
+        ) from e
+    return dict(marker) if isinstance(marker, dict) else {}
 
 
 def open_table(store: Store, name: str, *, version: int | None = None) -> DeltaTable:
-    """The Delta table itself, at a version or at its newest."""
+    """The Delta table itself, at a version or at its newest; made where the store is older than the table.
+
+    Raises:
+        UserError: a newer Atoll has changed its schema, something else lies in its place, or it has no such version.
+        Failure: its log is damaged.
+        StoreUnreachable: the store failed.
+    """
+    table = find_table(store, name, version=version)
+    return _create(store, name) if table is None else table
+
+
+def find_table(store: Store, name: str, *, version: int | None = None) -> DeltaTable | None:
+    """As `open_table`, but None where the store has no such table yet: it was made by an Atoll that didn't know it."""
     assert name in TABLES, name
     uri = store.table_uri(f"tables/{name}")
     try:
-        return DeltaTable(uri, version=version, storage_options=store.table_options)
-    except TableNotFoundError:
+        table = DeltaTable(uri, version=version, storage_options=store.table_options)
+    except TableNotFoundError as e:
         if version is not None:
-            raise
-        return _create(store, name)
+            raise UserError(f"table {name} of {store.uri} has no version {version}; see `atoll tables history`") from e
+        if name in read_marker_tables(store):
+            raise Failure(
+                f"table {name} of {store.uri} is gone: {uri}/_delta_log has no commit; restore the folder from a backup"
+            ) from e
+        return None
     except (DeltaError, OSError) as e:
-        raise StoreUnreachable(f"{uri}: {first_line(e)}") from e
+        raise table_error(store, name, e) from e
+    _check_schema(store, TABLES[name], table)
+    return table
+
+
+def read_marker_tables(store: Store) -> list[str]:
+    """Tables that a whole store must have; none while it is being made."""
+    return list(read_marker(store).get("tables", [])) if store.exists(MARKER) else []
+
+
+def created_version(table: DeltaTable) -> int:
+    """Version of the schema that the table was made with: its oldest files may lack columns that came later."""
+    return int(table.metadata().configuration.get(_CREATED, "0"))
 
 
 def append(
@@ -93,9 +146,13 @@ def append(
 
     Raises:
         StoreUnreachable: no commit could be made, or its outcome is unknown; try again with the same sequence number.
+        UserError: see `open_table`.
     """
+    spec = TABLES[name]
     data = rows if isinstance(rows, pa.Table) else to_table(name, rows)
-    table = open_table(store, name)
+    if spec.sort_by:
+        data = data.sort_by([(column, "ascending") for column in spec.sort_by])
+    table = _upgraded(store, spec, open_table(store, name))
     transactions = None
     if writer is not None:
         assert sequence is not None
@@ -112,7 +169,7 @@ def append(
                 data,
                 mode="append",
                 commit_properties=properties,
-                writer_properties=WriterProperties(compression="ZSTD"),
+                writer_properties=writer_properties(spec),
             )
         except CommitFailedError:
             # Lost the race more often than delta-rs tries by itself; or another writer took our sequence number.
@@ -135,7 +192,70 @@ def to_table(name: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 def read(store: Store, name: str, *, columns: list[str] | None = None, version: int | None = None) -> pa.Table:
     """A table whole, with rows that don't count yet; for what counts, ask the catalog."""
-    return open_table(store, name, version=version).to_pyarrow_table(columns=columns)
+    try:
+        return open_table(store, name, version=version).to_pyarrow_table(columns=columns)
+    except (DeltaError, OSError) as e:
+        raise table_error(store, name, e) from e
+
+
+def writer_properties(spec: TableSpec) -> WriterProperties:
+    """How a table's Parquet files are written."""
+    columns = {
+        column: ColumnProperties(dictionary_enabled=False, encoding=encoding)
+        for column, encoding in spec.encodings.items()
+    }
+    return WriterProperties(compression="ZSTD", compression_level=3, column_properties=columns or None)
+
+
+def table_error(store: Store, name: str, error: Exception) -> AtollError:
+    """What a delta-rs error means: an unreachable store, or a damaged table."""
+    where = f"table {name} of {store.uri}"
+    text = first_line(error)
+    if isinstance(error, OSError) and not store.is_local:
+        return StoreUnreachable(f"{where}: {text}")
+    if not store.is_local and any(sign in text.lower() for sign in _NETWORK_SIGNS):
+        return StoreUnreachable(f"{where}: {text}")
+    return Failure(
+        f"{where} is damaged: {text}; restore {store.table_uri(f'tables/{name}')} from a backup, "
+        "or read an older version with --at"
+    )
+
+
+_NETWORK_SIGNS = ("error sending request", "connection", "timed out", "timeout", "access denied", "forbidden", "dns")
+
+
+def _check_schema(store: Store, spec: TableSpec, table: DeltaTable) -> None:
+    where = f"table {spec.name} of {store.uri}"
+    version = table.metadata().configuration.get(_VERSION)
+    if version is None:
+        raise UserError(
+            f"{where} was not made by Atoll: a foreign table lies in {store.table_uri(f'tables/{spec.name}')}; move it away"
+        )
+    if int(version) > spec.version:
+        raise UserError(f"{where} is of schema {version}, this Atoll reads up to {spec.version}; update Atoll")
+    columns = [field.name for field in table.schema().fields]
+    missing = [name for name in spec.schema.names if name not in columns and not spec.schema.field(name).nullable]
+    if missing:
+        raise Failure(f"{where} lacks the columns {', '.join(missing)}; restore its log from a backup")
+
+
+def _upgraded(store: Store, spec: TableSpec, table: DeltaTable) -> DeltaTable:
+    """The table with the columns that its schema has gained since it was made."""
+    for _ in range(_ATTEMPTS):
+        if int(table.metadata().configuration[_VERSION]) >= spec.version:
+            return table
+        present = {field.name for field in table.schema().fields}
+        added = [field for field in DeltaSchema.from_arrow(spec.schema).fields if field.name not in present]
+        try:
+            if added:
+                table.alter.add_columns(added)
+            table.alter.set_table_properties({_VERSION: str(spec.version)}, raise_if_not_exists=False)
+        except CommitFailedError:
+            pass  # somebody else upgrades or appends; look again
+        except (DeltaError, OSError) as e:
+            raise StoreUnreachable(f"adding columns to table {spec.name} of {store.uri}: {first_line(e)}") from e
+        table = open_table(store, spec.name)
+    raise StoreUnreachable(f"adding columns to table {spec.name} of {store.uri}: no commit in {_ATTEMPTS} attempts")
 
 
 def _create(store: Store, name: str) -> DeltaTable:
@@ -143,16 +263,21 @@ def _create(store: Store, name: str) -> DeltaTable:
     spec = TABLES[name]
     for _ in range(_ATTEMPTS):
         try:
-            return DeltaTable.create(
+            table = DeltaTable.create(
                 uri,
                 schema=spec.schema,
                 mode="ignore",
+                partition_by=list(spec.partition_by) or None,
                 name=name,
                 description=f"Atoll: a row is {spec.row}",
+                configuration=_CONFIGURATION | {_VERSION: str(spec.version), _CREATED: str(spec.version)},
                 storage_options=store.table_options,
+                raise_if_key_not_exists=False,
             )
         except CommitFailedError:
             continue  # somebody else is making it
         except (DeltaError, OSError) as e:
             raise StoreUnreachable(f"making table {name} in {store.uri}: {first_line(e)}") from e
+        _check_schema(store, spec, table)
+        return table
     raise StoreUnreachable(f"making table {name} in {store.uri}: no commit in {_ATTEMPTS} attempts; run it again")

@@ -15,40 +15,22 @@ import typer
 import typer.exceptions
 
 from manifests.errors import AtollError, UserError
+from tools.app import ASK, DATA, DEFAULT_STORE, TRAIN, FormatOption, RunOption, StoreOption, app, catalog_of, opened
+from tools.commands import ask as _ask  # noqa: F401 - adds their commands
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
-    from manifests.catalog import Catalog
     from manifests.store import Store
 
 T = TypeVar("T")
-DATA, TRAIN, ASK = "Data: from text to tiers and shards", "Training: islands and rollback", "Asking: SQL and reports"
-
-app = typer.Typer(
-    name="atoll",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    help="A training mix that steers itself: influence tiers, a mix for each island, checkpoints that know their data.",
-    epilog="Start with: atoll demo",
-)
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
 
-StoreOption = Annotated[
-    str,
-    typer.Option(
-        "--store", envvar="ATOLL_STORE", help="Where everything lies: a folder, or s3://, gs://, az:// and a prefix."
-    ),
-]
-RunOption = Annotated[str, typer.Option("--run", help="Name of the run.")]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is printed.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
 ]
-DEFAULT_STORE = "atoll-store"
 _INTERRUPTED = 130
 
 
@@ -141,12 +123,12 @@ def tokenizer(
     from pipeline.tokenizer import adopt_tokenizer, train_tokenizer
     from tools.progress import progress_report
 
-    opened = _open(store)
+    its_store = opened(store)
     if adopt is not None:
-        identity = adopt_tokenizer(opened, adopt)
+        identity = adopt_tokenizer(its_store, adopt)
     else:
         with progress_report() as report:
-            identity = train_tokenizer(opened, Catalog(opened), vocab_size=vocab_size, report=report)
+            identity = train_tokenizer(its_store, Catalog(its_store), vocab_size=vocab_size, report=report)
     print(identity)
 
 
@@ -177,7 +159,7 @@ def score(
     options = _given(steps=steps, num_checkpoints=checkpoints, tokenizer=tokenizer, **described)
     config = _configured(ScoreConfig, seed=seed, device=device, **options)
     with progress_report() as report:
-        summary = run_score(_open(store), config=config, report=report)
+        summary = run_score(opened(store), config=config, report=report)
     _print_summary(summary)
 
 
@@ -198,13 +180,13 @@ def tier(
     from pipeline.tier import tier as run_tier
     from tools.progress import progress_report
 
-    opened = _open(store)
+    its_store = opened(store)
     with progress_report() as report:
         summary = run_tier(
-            opened, config=_configured(TierConfig, share=share, confidence=confidence, max_s=max_s), report=report
+            its_store, config=_configured(TierConfig, share=share, confidence=confidence, max_s=max_s), report=report
         )
     _print_summary(summary)
-    print_answer(tier_table(Catalog(opened), summary["tier_version"]), format_)
+    print_answer(tier_table(Catalog(its_store), summary["tier_version"]), format_)
 
 
 @app.command(rich_help_panel=DATA)
@@ -226,13 +208,13 @@ def shard(
     from pipeline.pool import shard as run_shard
     from tools.progress import progress_report
 
-    opened = _open(store)
+    its_store = opened(store)
     config = ShardConfig(tier_version=tier_version, shard_bytes=shard_bytes, tokenizer=tokenizer)
     with progress_report() as report:
-        summary = run_shard(opened, config=config, report=report)
+        summary = run_shard(its_store, config=config, report=report)
     _print_summary({k: v for k, v in summary.items() if k != "tiers"})
     views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
-    print_answer(Catalog(opened).query(views, [summary["tier_version"], summary["pool"]]), format_)
+    print_answer(Catalog(its_store).query(views, [summary["tier_version"], summary["pool"]]), format_)
 
 
 @app.command(rich_help_panel=DATA)
@@ -248,17 +230,17 @@ def view(
     """
     from manifests.catalog import Catalog, write_whole
 
-    opened = _open(store)
+    its_store = opened(store)
     views = (
         "SELECT object FROM views WHERE tier = ? AND (tier_version = ? OR ? IS NULL) ORDER BY tier_version DESC LIMIT 1"
     )
-    rows = Catalog(opened).rows(views, [tier, tier_version, tier_version])
+    rows = Catalog(its_store).rows(views, [tier, tier_version, tier_version])
     if not rows:
         raise UserError(
             f"no view of tier {tier!r}; tiers are S, A, B, C and holdout, and `atoll shard` writes their views"
         )
-    write_whole(out / "index.json", opened.get(rows[0]["object"]))
-    print(f"StreamingDataset(local={str(out)!r}, remote={opened.table_uri('pool')!r})")
+    write_whole(out / "index.json", its_store.get(rows[0]["object"]))
+    print(f"StreamingDataset(local={str(out)!r}, remote={its_store.table_uri('pool')!r})")
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -299,9 +281,9 @@ def train(
     from trainer.plan import configure_run
     from trainer.run import create_run
 
-    opened = _open(store)
+    its_store = opened(store)
     config = configure_run(
-        opened,
+        its_store,
         run=run,
         tier_version=tier_version,
         num_islands=islands,
@@ -319,8 +301,8 @@ def train(
         seed=seed,
         device=device,
     )
-    create_run(opened, config)
-    _launch(opened, run)
+    create_run(its_store, config)
+    _launch(its_store, run)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -337,7 +319,7 @@ def island(
     _guard_parent(parent_pid)
     from trainer.island import run_island
 
-    run_island(_open(store), run, island, emit=_print_json)
+    run_island(opened(store), run, island, emit=_print_json)
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -353,7 +335,7 @@ def syncer(
     _guard_parent(parent_pid)
     from trainer.syncer import run_syncer
 
-    run_syncer(_open(store), run, emit=_print_json)
+    run_syncer(opened(store), run, emit=_print_json)
 
 
 @rollback_app.command("plan")
@@ -369,7 +351,7 @@ def rollback_plan(
     """
     from trainer.rollback import plan_rollback
 
-    plan = plan_rollback(_open(store), run, where)
+    plan = plan_rollback(opened(store), run, where)
     _print_plan(plan, format_)
 
 
@@ -389,13 +371,13 @@ def rollback_apply(
     """
     from trainer.rollback import apply_rollback, plan_rollback
 
-    opened = _open(store)
-    plan = plan_rollback(opened, run, where)
+    its_store = opened(store)
+    plan = plan_rollback(its_store, run, where)
     _print_plan(plan, format_)
-    branch = apply_rollback(opened, plan)
+    branch = apply_rollback(its_store, plan)
     STDERR.print(f"branch: run {branch.name}")
     if not no_train:
-        _launch(opened, branch.name)
+        _launch(its_store, branch.name)
 
 
 @app.command(rich_help_panel=ASK)
@@ -410,7 +392,7 @@ def sql(
     """
     from manifests.catalog import Catalog
 
-    print_answer(Catalog(_open(store)).query(query), format_)
+    print_answer(Catalog(opened(store)).query(query), format_)
 
 
 @app.command(rich_help_panel=ASK)
@@ -423,10 +405,10 @@ def made(
 
     Example: atoll made --run first
     """
-    from tools.provenance import check_ledger, checkpoint_documents
+    from tools.provenance import check_ledger, checkpoint_mix
 
-    catalog = _catalog(store)
-    print_answer(checkpoint_documents(catalog, run), format_)
+    catalog = catalog_of(store)
+    print_answer(checkpoint_mix(catalog, run), format_)
     STDERR.print(check_ledger(catalog, run))
 
 
@@ -443,10 +425,26 @@ def report(
     """
     from tools.report import final_table, write_report
 
-    catalog = _catalog(store)
+    catalog = catalog_of(store)
     print_answer(final_table(catalog, run), format_, title=f"run {run}")
     write_report(catalog, run, out)
     STDERR.print(f"report: {out}")
+
+
+@app.command(rich_help_panel=ASK)
+def doctor(
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Say what works here: versions, this machine, and whether the store keeps its promises. Probes the store, if it exists, and cleans up.
+
+    Example: atoll doctor --store s3://bucket/atoll
+    """
+    from tools.doctor import as_table, examine, require_health
+
+    lines = examine(store)
+    print_answer(as_table(lines), format_)
+    require_health(lines)
 
 
 @app.command(rich_help_panel=ASK)
@@ -504,18 +502,6 @@ def _usage_message(error: Exception) -> str | None:
 def _complain(message: str) -> None:
     one_line = " ".join(message.split())
     print(f"error: {one_line}", file=sys.stderr)
-
-
-def _open(store: str) -> Store:
-    from manifests.tables import open_store
-
-    return open_store(store)
-
-
-def _catalog(store: str) -> Catalog:
-    from manifests.catalog import Catalog
-
-    return Catalog(_open(store))
 
 
 def _launch(store: Store, run_name: str) -> None:

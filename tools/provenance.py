@@ -23,9 +23,9 @@ def last_global_checkpoint(catalog: Catalog, run: str) -> dict[str, Any]:
     return rows[0]
 
 
-def checkpoint_documents(catalog: Catalog, run: str) -> pa.Table:
-    """Corpora and tiers that made the run's last global checkpoint; see manifests/sql/checkpoint_documents.sql."""
-    return catalog.ask("checkpoint_documents", checkpoint=last_global_checkpoint(catalog, run)["checkpoint"])
+def checkpoint_mix(catalog: Catalog, run: str) -> pa.Table:
+    """Corpora and tiers that made the run's last global checkpoint; see manifests/sql/questions/checkpoint_mix.sql."""
+    return catalog.ask("checkpoint_mix", checkpoint=last_global_checkpoint(catalog, run)["checkpoint"])
 
 
 def check_ledger(catalog: Catalog, run: str) -> str:

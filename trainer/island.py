@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
 import torch
 
 from manifests.catalog import Catalog
+from manifests.consumption import append_consumption
 from manifests.errors import AtollError, ObjectTaken
-from manifests.schemas import TABLES, TIERS
+from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
 from trainer.checkpoints import Mixture, Progress, checkpoint_id, is_anchor, last_checkpoint, load_island, save_island
@@ -35,6 +35,7 @@ from trainer.model import (
     pick_device,
     token_losses,
 )
+from trainer.recorder import SpanRecorder
 from trainer.run import Run, holdout_tokens, load_run, open_stream, tier_sizes
 from trainer.strategies import ADAPTIVE, adapt, start_weights
 from trainer.stream import Sequence
@@ -118,7 +119,7 @@ class Island:
         self._resume_fragments()
         self._event("island_joined", step=self.progress.step, pid=os.getpid(), host=socket.gethostname())
 
-        self._rows: dict[str, list[Any]] = {}
+        self._spans = SpanRecorder()
         self._previous_path: str | None = row["object"] if row is not None and row["run"] == run.name else None
         self._previous_anchor = row is not None and row["anchor"]
         self._cycle_losses: dict[str, list[float]] = {tier: [] for tier in TIERS}
@@ -179,25 +180,10 @@ class Island:
 
     def _record(self, sequences: list[Sequence], losses_BL: torch.Tensor) -> None:
         """Notes every span of the step for the consumption table."""
-        rows = self._rows or {name: [] for name in TABLES["consumption"].schema.names}
-        self._rows = rows
-        for number, (sequence, losses) in enumerate(zip(sequences, losses_BL, strict=True)):
+        self._spans.record(self.progress.step, sequences, losses_BL.float().numpy())
+        for sequence, loss in zip(sequences, losses_BL.mean(dim=1).tolist(), strict=True):
             self.progress.tier_tokens[sequence.tier] += len(sequence.tokens)
-            self._cycle_losses[sequence.tier].append(float(losses.mean()))
-            for span in sequence.spans:
-                # losses[i] belongs to token i + 1; the sequence's first token is not predicted
-                predicted = losses[max(span.offset, 1) - 1 : span.offset + span.tokens - 1]
-                rows["run"].append(self.run.name)
-                rows["island"].append(self.island)
-                rows["incarnation"].append(self.incarnation)
-                rows["step"].append(self.progress.step)
-                rows["position"].append(number * len(sequence.tokens) + span.offset)
-                rows["doc_id"].append(span.doc_id)
-                rows["tier"].append(span.tier)
-                rows["origin"].append(span.origin)
-                rows["token_start"].append(span.start)
-                rows["tokens"].append(span.tokens)
-                rows["loss"].append(float(predicted.mean()) if len(predicted) else None)
+            self._cycle_losses[sequence.tier].append(loss)
 
     def _close_round(self, loss: float) -> None:
         """Commits what the round did, then sends the fragment that falls due."""
@@ -209,11 +195,9 @@ class Island:
         if ends_cycle and measured is not None:
             self._end_cycle(loss, measured)
         identity = checkpoint_id(self.run.name, self.island, self.incarnation, progress.round)
-        self._rows["checkpoint"] = [identity] * len(self._rows["run"])
-        append(
+        append_consumption(
             self.run.store,
-            "consumption",
-            pa.table(self._rows, schema=TABLES["consumption"].schema),
+            self._spans.take(run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=identity),
             writer=f"consumption/{self.run.name}/{self.island}/{self.incarnation}",
             sequence=progress.round,
         )
@@ -231,7 +215,6 @@ class Island:
             holdout_loss=measured,
         )
         progress.parent = identity
-        self._rows = {}
         self._send(due)
         if self._previous_path is not None and not self._previous_anchor:
             self.run.store.delete(self._previous_path)

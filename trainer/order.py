@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-WINDOW_SHARDS = 4
+WINDOW_SHARDS = 8
 
 
 class TierOrder:

@@ -18,7 +18,7 @@ from manifests.errors import Failure
 from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path
 from manifests.store import Store
 
-_KEPT_SHARDS = 16
+_KEPT_SHARDS = 24
 _FETCH_ATTEMPTS = 3
 
 

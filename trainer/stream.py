@@ -31,6 +31,10 @@ class Span:
     tier: str
     origin: str
     """real or synthetic."""
+    shard: str
+    """Hash of the shard that it was read from."""
+    shard_position: int
+    """The document's place within the shard."""
     start: int
     """First token's place in the document."""
     tokens: int
@@ -73,7 +77,8 @@ class TierStream:
         """
         self.tier = tier
         entries = read_index(index)
-        self._origins = [origins[shard_name(entry)] for entry in entries]
+        self._names = [shard_name(entry) for entry in entries]
+        self._origins = [origins[name] for name in self._names]
         self._counts = [int(entry["samples"]) for entry in entries]
         self._reader = ShardReader(store, entries, token_dtype=token_dtype)
         self._key = key
@@ -127,6 +132,8 @@ class TierStream:
                     doc_id=doc_id,
                     tier=self.tier,
                     origin=self._origins[shard_number],
+                    shard=self._names[shard_number],
+                    shard_position=position,
                     start=self._offset,
                     tokens=len(piece),
                     offset=filled,

@@ -71,7 +71,7 @@ def test_a_catalog_keeps_the_versions_that_it_was_opened_at(store: Store) -> Non
     append(store, "events", [_event()])
     assert len(catalog.rows("SELECT * FROM events")) == 1
     assert len(Catalog(store).rows("SELECT * FROM events")) == 2
-    assert len(Catalog(store, versions={"events": version}).rows("SELECT * FROM events")) == 1
+    assert len(Catalog(store, at={"events": version}).rows("SELECT * FROM events")) == 1
 
 
 @pytest.mark.parametrize(

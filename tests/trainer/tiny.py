@@ -98,7 +98,7 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
                     tiers.append({"tier_version": 1, "doc_id": doc_id(n), "tier": tier, "score": 1.0 / (n + 1), "method": "m", "job": job.id})  # fmt: skip
             index.append(
                 {
-                    "pool": "p", "shard": shard.name, "tier": tier, "origin": origin, "entry": json.dumps(shard.entry),
+                    "pool": "p", "shard": shard.name, "tier": tier, "corpus": "made up", "origin": origin, "license": "unknown", "access": "open", "entry": json.dumps(shard.entry),
                     "documents": per_shard, "tokens": sum(shard.documents.values()), "raw_bytes": 1, "zip_bytes": 1,
                     "score_low": 0.0, "score_high": 1.0, "job": job.id,
                 }

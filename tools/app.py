@@ -1,0 +1,57 @@
+"""The typer application and the options that its commands share. The commands stand in tools/commands/, the entry point in cli.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tools.output import Format
+
+if TYPE_CHECKING:
+    from manifests.catalog import Catalog
+    from manifests.store import Store
+
+DATA, TRAIN = "Data: from text to tiers and shards", "Training: islands and rollback"
+ASK, KEEP = "Asking: SQL and reports", "Keeping: tables, policy, erasure"
+DEFAULT_STORE = "atoll-store"
+
+app = typer.Typer(
+    name="atoll",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="A training mix that steers itself: influence tiers, a mix for each island, checkpoints that know their data.",
+    epilog="Start with: atoll demo",
+)
+
+StoreOption = Annotated[
+    str,
+    typer.Option(
+        "--store", envvar="ATOLL_STORE", help="Where everything lies: a folder, or s3://, gs://, az:// and a prefix."
+    ),
+]
+RunOption = Annotated[str, typer.Option("--run", help="Name of the run.")]
+FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is printed.")]
+AtOption = Annotated[
+    str | None,
+    typer.Option(
+        "--at",
+        help="Look from a time (2026-01-31T12:00), from a checkpoint (its id in hex), or at TABLE=VERSION,…; now by default.",
+    ),
+]
+
+
+def opened(store: str) -> Store:
+    """The store of a --store option."""
+    from manifests.tables import open_store
+
+    return open_store(store)
+
+
+def catalog_of(store: str, at: str | None = None) -> Catalog:
+    """The catalog of a --store and an --at option."""
+    from manifests.catalog import Catalog
+    from manifests.cut import parse_at
+
+    return Catalog(opened(store), at=parse_at(at) if at is not None else None)

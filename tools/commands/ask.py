@@ -1,0 +1,1 @@
+"""Commands that ask: SQL, named questions, a DuckDB file."""

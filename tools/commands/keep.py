@@ -1,0 +1,1 @@
+"""Commands that keep the tables in shape: compact, vacuum, history."""

@@ -1,0 +1,1 @@
+"""Commands about who may read what: the policy and its audit."""
