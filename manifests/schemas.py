@@ -286,6 +286,21 @@ _SPECS = [
         newest_by=("tier_version", "pool", "tier"),
     ),
     _spec(
+        "view_shards",
+        "one shard of a view",
+        [
+            _field("tier_version", pa.int32(), "number, from 1"),
+            _field("pool", _TEXT, "name of the pool"),
+            _TIER,
+            _SHARD,
+            _field("position", pa.int32(), "place within the view's index, from 0"),
+            _field("documents", pa.int32(), "documents in the shard"),
+            _field("tokens", pa.int64(), "tokens in the shard", unit="tokens"),
+            _JOB,
+        ],
+        "job",
+    ),
+    _spec(
         "runs",
         "one training run, or one branch of a run",
         [

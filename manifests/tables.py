@@ -23,6 +23,7 @@ from manifests.errors import AtollError, Failure, ObjectMissing, StoreUnreachabl
 from manifests.probe import require_sound
 from manifests.schemas import SCHEMA_VERSION, TABLES, TableSpec
 from manifests.store import MARKER, Store, first_line
+from manifests.strategies import BUILT_IN
 
 _ATTEMPTS = 30
 _COMMIT_RETRIES = 15
@@ -49,6 +50,7 @@ def create_store(uri: str) -> Store:
         require_sound(store)
         for name in TABLES:
             _create(store, name)
+        append(store, "strategies", BUILT_IN, writer="strategies/built-in", sequence=1)
         marker = {"schema_version": SCHEMA_VERSION, "tables": sorted(TABLES)}
         store.put_content(MARKER, json.dumps(marker).encode())
     return open_store(uri)

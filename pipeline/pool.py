@@ -1,13 +1,13 @@
 """The job that writes tokenised documents into the pool of shards, and a view for each tier.
 
-Shards are named by their content and never rewritten. Each holds documents of one tier and one origin, in order of their score, so that a threshold that moves
-re-assigns whole shards. The text stays in its source.
+Shards are named by their content and never rewritten. Each holds documents of one tier and one kind (corpus, origin, generator, prompt, licence, access), in order of
+their score: so a threshold that moves re-assigns whole shards, and so does a question or a policy about kinds. The text stays in its source.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 HOLDOUT = "holdout"
+KIND = ("corpus", "origin", "generator", "prompt", "license", "access")
 _BAND_DOCUMENTS = 50_000
 _BATCH_DOCUMENTS = 1_000
 _SHARD_OVERHEAD = 28
@@ -53,10 +54,11 @@ class ShardConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Band:
-    """Documents that are sharded together: one tier, one origin, neighbours in score."""
+    """Documents that are sharded together: one tier, one kind, neighbours in score."""
 
     tier: str
-    origin: str
+    kind: Mapping[str, str | None]
+    """What all of them share, by column of KIND."""
     doc_ids: pa.ChunkedArray[pa.BinaryScalar]
     scores: list[float | None]
 
@@ -127,25 +129,23 @@ def _tier_version(catalog: Catalog, wanted: int | None) -> int:
 
 def _bands(catalog: Catalog, tier_version: int) -> Iterator[Band]:
     """The tier version's documents and the holdout's, highest score first, cut into pieces that memory holds at ease."""
-    for tier in TIERS:
-        for origin in ("real", "synthetic"):
-            yield from _cut(
-                tier,
-                origin,
-                catalog.query(
-                    "SELECT doc_id, t.score FROM tiers AS t JOIN documents USING (doc_id) "
-                    "WHERE tier_version = ? AND t.tier = ? AND origin = ? ORDER BY t.score DESC, doc_id",
-                    [tier_version, tier, origin],
-                ),
-            )
-    holdout = "SELECT doc_id, NULL::DOUBLE AS score FROM documents WHERE split = 'holdout' ORDER BY doc_id"
-    yield from _cut(HOLDOUT, "real", catalog.query(holdout))
-
-
-def _cut(tier: str, origin: str, rows: pa.Table) -> Iterator[Band]:
-    for start in range(0, rows.num_rows, _BAND_DOCUMENTS):
-        piece = rows.slice(start, _BAND_DOCUMENTS)
-        yield Band(tier=tier, origin=origin, doc_ids=piece["doc_id"], scores=piece["score"].to_pylist())
+    columns = ", ".join(KIND)
+    numbered = f"""
+        SELECT *, dense_rank() OVER (ORDER BY array_position(['{"', '".join((*TIERS, HOLDOUT))}'], tier), {columns}) AS number
+        FROM (
+            SELECT t.tier, doc_id, t.score, {columns} FROM tiers AS t JOIN documents USING (doc_id) WHERE tier_version = {tier_version}
+            UNION ALL SELECT '{HOLDOUT}', doc_id, NULL, {columns} FROM documents WHERE split = '{HOLDOUT}'
+        )
+    """
+    rows = catalog.query(f"SELECT doc_id, score, number FROM ({numbered}) ORDER BY number, score DESC, doc_id")
+    start = 0
+    counted = f"SELECT tier, {columns}, count(*) AS count FROM ({numbered}) GROUP BY ALL ORDER BY any_value(number)"
+    for kind in catalog.rows(counted):
+        tier, count = kind.pop("tier"), kind.pop("count")
+        for first in range(start, start + count, _BAND_DOCUMENTS):
+            piece = rows.slice(first, min(_BAND_DOCUMENTS, start + count - first))
+            yield Band(tier=tier, kind=kind, doc_ids=piece["doc_id"], scores=piece["score"].to_pylist())
+        start += count
 
 
 def _write_band(
@@ -168,8 +168,8 @@ def _write_band(
         ]
         index.append(
             common
+            | band.kind
             | {
-                "origin": band.origin,
                 "entry": json.dumps(entry, sort_keys=True),
                 "documents": len(ids),
                 "tokens": sum(counts),
@@ -244,11 +244,11 @@ def _fill_shards(
 def _write_views(job: Job, tier_version: int, pool: str) -> dict[str, dict[str, int]]:
     """Writes each tier's index.json and its row; a tier without documents gets none."""
     written = Catalog(job.store).rows(
-        "SELECT tier, entry, documents, tokens, zip_bytes FROM raw.shard_index WHERE job = ? ORDER BY score_high DESC, shard",
+        "SELECT tier, shard, entry, documents, tokens, zip_bytes FROM raw.shard_index WHERE job = ? ORDER BY score_high DESC, shard",
         [job.id],
     )
     tiers: dict[str, dict[str, int]] = {}
-    rows = []
+    rows, shard_rows = [], []
     for tier in (*TIERS, HOLDOUT):
         shards = [row for row in written if row["tier"] == tier]
         sums = {name: sum(row[name] for row in shards) for name in ("documents", "tokens", "zip_bytes")}
@@ -270,5 +270,11 @@ def _write_views(job: Job, tier_version: int, pool: str) -> dict[str, dict[str, 
                 "job": job.id,
             }
         )
+        view = {"tier_version": tier_version, "pool": pool, "tier": tier, "job": job.id}
+        shard_rows += [
+            view | {"position": position} | {name: row[name] for name in ("shard", "documents", "tokens")}
+            for position, row in enumerate(shards)
+        ]
+    job.append("view_shards", shard_rows, part=1)
     job.append("views", rows, part=1)
     return tiers

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from manifests.catalog import Catalog, write_whole
 from manifests.errors import Failure
-from tools.provenance import check_ledger, checkpoint_documents, last_global_checkpoint
+from tools.provenance import check_ledger, checkpoint_mix, last_global_checkpoint
 
 _POINTS, _BARS, _ISLANDS_SHOWN, _ROWS_SHOWN, _CORPORA_SHOWN = 400, 60, 16, 40, 20
 """The most that is shown: points of a line, bars of a mix, islands with a plot of theirs, rows of a table, corpora."""
@@ -192,7 +192,7 @@ def _tiers(catalog: Catalog, tier_version: int) -> Iterable[str]:
 
 
 def _made(catalog: Catalog, run: str) -> str:
-    made = checkpoint_documents(catalog, run)
+    made = checkpoint_mix(catalog, run)
     corpora: dict[str, dict[str, int]] = {}
     for row in made.to_pylist():
         tiers = corpora.setdefault(f"{row['corpus']} ({row['origin']})", {})

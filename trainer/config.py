@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from manifests.errors import UserError
-from trainer.strategies import STRATEGIES
 
 
 def default_model(vocab_size: int) -> dict[str, Any]:
@@ -108,11 +107,8 @@ class RunConfig:
             )
         if self.quorum > self.num_islands:
             raise UserError(f"quorum ({self.quorum}) is above the number of islands ({self.num_islands})")
-        unknown = [name for name in self.strategies if name not in STRATEGIES]
-        if unknown or not self.strategies:
-            raise UserError(
-                f"strategy {', '.join(unknown) or '(none)'} is not known; there are {', '.join(STRATEGIES)}"
-            )
+        if not self.strategies or not all(self.strategies):
+            raise UserError("no strategy is named; `atoll strategies` lists them")
         if not 0 < self.lr < 1:
             raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
         if self.max_staleness < 0 or self.warmup_steps < 0 or not self.grace_s >= 0:

@@ -36,8 +36,8 @@ from trainer.model import (
     token_losses,
 )
 from trainer.recorder import SpanRecorder
-from trainer.run import Run, holdout_tokens, load_run, open_stream, tier_sizes
-from trainer.strategies import ADAPTIVE, adapt, start_weights
+from trainer.run import Run, holdout_tokens, load_run, open_stream
+from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
 from trainer.wire import pack, unpack
 
@@ -103,19 +103,21 @@ class Island:
         row = last_checkpoint(run, catalog, island)
         if row is None:
             strategy = config.strategy_of(island)
-            self.mixture = Mixture(strategy=strategy, weights=start_weights(strategy, tier_sizes(catalog, config)))
+            decision = self._decide(catalog, strategy)
+            self.mixture = Mixture(strategy=strategy, weights=decision.weights)
             num_fragments = len(self.fragments)
             self.progress = Progress(
                 clock=[-1] * num_fragments, fragment_tokens=[0] * num_fragments, fragment_steps=[0] * num_fragments
             )
         else:
+            decision = None
             self.mixture = Mixture.from_json(row["mixture"])
             self.progress = load_island(run.store, row, model=self.model, optimizer=self.optimizer)
         self.stream = open_stream(run, catalog, island=island, weights=self.mixture.weights)
         if row is not None:
             self.stream.load_state(row["stream"])
         self.incarnation = self._claim_incarnation()
-        self._record_mixture("first assignment" if row is None else "as checkpointed")
+        self._record_mixture("as checkpointed" if decision is None else "first assignment", decision)
         self._resume_fragments()
         self._event("island_joined", step=self.progress.step, pid=os.getpid(), host=socket.gethostname())
 
@@ -221,7 +223,7 @@ class Island:
         self._previous_path, self._previous_anchor = path, ends_cycle
 
     def _end_cycle(self, loss: float, measured: float) -> None:
-        """Sends the feedback of an outer cycle, and lets `adaptive` move the mix at its edge."""
+        """Sends the feedback of an outer cycle, and moves the mix at its edge."""
         progress = self.progress
         progress.sequence += 1
         message, tier_losses = summarise_cycle(
@@ -242,12 +244,29 @@ class Island:
         progress.tier_losses = tier_losses
         self._cycle_losses = {tier: [] for tier in TIERS}
         self._step_times = []
-        if self.mixture.strategy == ADAPTIVE:
-            weights = adapt(self.mixture.weights, message.effectiveness)
-            if weights != dict(self.mixture.weights):
-                self.mixture = Mixture(strategy=ADAPTIVE, weights=weights)
-                self.stream.set_weights(weights)
-                self._record_mixture(f"effectiveness of the tiers up to round {progress.round}")
+        self._move_mix()
+
+    def _move_mix(self) -> None:
+        """Asks for the mix anew: the feedback has moved it, or somebody has edited the strategy."""
+        catalog = Catalog(self.run.store, tables=TABLES_READ)
+        strategy = self.mixture.strategy
+        decision = self._decide(catalog, strategy, sequence=self.progress.sequence, previous=self.mixture.weights)
+        if decision.weights != dict(self.mixture.weights):
+            self.mixture = Mixture(strategy=strategy, weights=decision.weights)
+            self.stream.set_weights(decision.weights)
+            self._record_mixture(f"feedback {self.progress.sequence}, up to round {self.progress.round}", decision)
+
+    def _decide(self, catalog: Catalog, strategy: str, **more: Any) -> Decision:
+        config = self.run.config
+        return decide(
+            catalog,
+            run=self.run.name,
+            island=self.island,
+            strategy=strategy,
+            tier_version=config.tier_version,
+            pool=config.pool,
+            **more,
+        )
 
     def _send(self, fragment: int) -> None:
         """Sends a fragment's outer gradient against the version that it started from; twice is as good as once."""
@@ -315,7 +334,7 @@ class Island:
             except ObjectTaken:
                 incarnation += 1
 
-    def _record_mixture(self, reason: str) -> None:
+    def _record_mixture(self, reason: str, decision: Decision | None) -> None:
         row = {
             "run": self.run.name,
             "island": self.island,
@@ -325,6 +344,9 @@ class Island:
             **{f"weight_{tier.lower()}": self.stream.weights[tier] for tier in TIERS},
             "reason": reason,
             "tier_version": self.run.config.tier_version,
+            "query": decision.query if decision else "",
+            "parameters": decision.parameters if decision else "{}",
+            "inputs": decision.inputs if decision else "{}",
         }
         append(self.run.store, "mixtures", [row])
 

@@ -8,6 +8,7 @@ from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.store import Store
 from trainer.config import RunConfig
+from trainer.strategies import known_strategies
 
 
 def configure_run(store: Store, *, run: str, tier_version: int | None, **options: Any) -> RunConfig:
@@ -33,4 +34,9 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     if not rows:
         which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
         raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
-    return RunConfig(run=run, **rows[0], **options)
+    config = RunConfig(run=run, **rows[0], **options)
+    known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
+    unknown = sorted(set(config.strategies) - known)
+    if unknown:
+        raise UserError(f"strategy {', '.join(unknown)} is not known; {known_strategies(catalog)}")
+    return config

@@ -1,62 +1,87 @@
-"""Strategies: how an island mixes the tiers. Pure functions of numbers."""
+"""Strategies: how an island mixes the tiers. The weights are computed by SQL (manifests/sql/mixture.sql) over what the store knows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
+from manifests.catalog import Catalog
+from manifests.errors import UserError
+from manifests.jobs import canonical_json
+from manifests.questions import question
 from manifests.schemas import TIERS
 
-ADAPTIVE = "adaptive"
-UNIFORM = "uniform"
-STRATEGIES: dict[str, dict[str, float]] = {
-    "aggressive": {"S": 0.4, "A": 0.4, "B": 0.2, "C": 0.0},
-    "balanced": {"S": 0.2, "A": 0.4, "B": 0.3, "C": 0.1},
-    "conservative": {"S": 0.1, "A": 0.3, "B": 0.4, "C": 0.2},
-    # adaptive starts as balanced and moves from there
-    ADAPTIVE: {"S": 0.2, "A": 0.4, "B": 0.3, "C": 0.1},
-    # uniform takes every tier by its size; the weights are filled in from the views
-    UNIFORM: {},
-}
-
-WEIGHT_FLOOR = 0.02
-STEP_CAP = 0.25
-LEARNING_RATE = 2.0
+TABLES_READ = ("strategies", "feedback", "view_shards", "views")
+"""Tables that a decision is made from."""
 
 
-def start_weights(strategy: str, tier_tokens: Mapping[str, int]) -> dict[str, float]:
-    """Weights that a strategy starts with.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Decision:
+    """A mix, and all that it was computed from."""
 
-    Args:
-        strategy: a name in STRATEGIES.
-        tier_tokens: tokens of each tier's view; only `uniform` looks at them.
-    """
-    if strategy == UNIFORM:
-        total = sum(tier_tokens.values()) or 1
-        return {tier: tier_tokens.get(tier, 0) / total for tier in TIERS}
-    return dict(STRATEGIES[strategy])
+    weights: Mapping[str, float]
+    """Share of the sequences, by tier."""
+    query: str
+    """The SQL."""
+    parameters: str
+    """What it was asked with, JSON."""
+    inputs: str
+    """Versions of the tables that it read, JSON."""
 
 
-def adapt(weights: Mapping[str, float], effectiveness: Mapping[str, float | None]) -> dict[str, float]:
-    """One step of multiplicative weights on the tiers' effectiveness, with a floor and a cap on the change.
-
-    w_t ← w_t · exp(η · (e_t − ē)), each ratio held within 1 ± STEP_CAP, then floored and normalised (the Hedge update of Freund and
-    Schapire, 1997). A tier that was not tried keeps its weight. Tier weights of 0 stay 0: what the island may not read, it doesn't try.
+def decide(
+    catalog: Catalog,
+    *,
+    run: str,
+    island: int,
+    strategy: str,
+    tier_version: int,
+    pool: str,
+    sequence: int = 0,
+    previous: Mapping[str, float] | None = None,
+) -> Decision:
+    """What an island reads next.
 
     Args:
-        weights: the mix so far.
-        effectiveness: descent of the training loss since the last step, nats per token, None where it wasn't measured.
+        catalog: pins at least TABLES_READ.
+        run: name of the run.
+        island: number of the island.
+        strategy: name in the table `strategies`.
+        tier_version: tier version that it reads.
+        pool: pool that it reads from.
+        sequence: number of its feedback message that decides; 0: none yet.
+        previous: its weights so far; None: it begins.
+
+    Raises:
+        UserError: there is no such strategy, or its weights leave no tier to read.
     """
-    measured = {
-        tier: e for tier, e in effectiveness.items() if e is not None and math.isfinite(e) and weights[tier] > 0
+    parameters: dict[str, Any] = {
+        "run": run,
+        "island": island,
+        "sequence": sequence,
+        "strategy": strategy,
+        "tier_version": tier_version,
+        "pool": pool,
+        "previous": [previous[tier] for tier in TIERS] if previous else [],
     }
-    if len(measured) < 2:
-        return dict(weights)
-    mean = sum(measured.values()) / len(measured)
-    moved = {}
-    for tier, weight in weights.items():
-        ratio = math.exp(LEARNING_RATE * (measured[tier] - mean)) if tier in measured else 1.0
-        ratio = min(max(ratio, 1 - STEP_CAP), 1 + STEP_CAP)
-        moved[tier] = max(weight * ratio, WEIGHT_FLOOR) if weight > 0 else 0.0
-    total = sum(moved.values())
-    return {tier: weight / total for tier, weight in moved.items()}
+    rows = catalog.ask("mixture", **parameters).to_pylist()
+    if not rows:
+        raise UserError(f"strategy {strategy} is not known; {known_strategies(catalog)}")
+    weights = {row["tier"]: row["weight"] for row in rows}
+    if None in weights.values():
+        raise UserError(
+            f"strategy {strategy} leaves no tier of tier version {tier_version} to read; `atoll strategies` shows its weights"
+        )
+    return Decision(
+        weights=weights,
+        query=question("mixture"),
+        parameters=canonical_json(parameters),
+        inputs=canonical_json({table: catalog.versions[table] for table in TABLES_READ}),
+    )
+
+
+def known_strategies(catalog: Catalog) -> str:
+    """The names that there are, for a message."""
+    names = [row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies ORDER BY strategy")]
+    return f"there are {', '.join(names)}"

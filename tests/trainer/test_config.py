@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from manifests.errors import UserError
 from tiny import tiny_config
 from trainer.config import RunConfig
-from trainer.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize(
@@ -30,7 +29,6 @@ from trainer.strategies import STRATEGIES
         ({"steps": 9, "sync_every": 4, "num_fragments": 2}, r"steps \(9\).*take 8 or 10"),
         ({"steps": 1, "sync_every": 4, "num_fragments": 2}, r"steps \(1\).*take 2 or"),
         ({"num_islands": 2, "quorum": 3}, "quorum"),
-        ({"strategies": ("bold",)}, "strategy bold"),
         ({"strategies": ()}, "strategy"),
         ({"lr": 0.0}, "lr"),
         ({"lr": 1.5}, "lr"),
@@ -54,7 +52,7 @@ def test_a_run_name_that_could_not_be_a_folder_is_refused(name: str) -> None:
     round_steps=st.integers(1, 8),
     num_rounds=st.integers(1, 50),
     lr=st.floats(0, 1, exclude_min=True, exclude_max=True),
-    strategies=st.lists(st.sampled_from(sorted(STRATEGIES)), min_size=1, max_size=5),
+    strategies=st.lists(st.sampled_from(["aggressive", "balanced", "uniform"]), min_size=1, max_size=5),
 )
 def test_a_configuration_comes_back_from_json(
     num_islands: int, num_fragments: int, round_steps: int, num_rounds: int, lr: float, strategies: list[str]

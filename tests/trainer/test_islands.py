@@ -15,7 +15,7 @@ from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import create_store
 from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
-from tools.provenance import check_ledger, checkpoint_documents, last_global_checkpoint
+from tools.provenance import check_ledger, checkpoint_mix, last_global_checkpoint
 from trainer.island import Island
 from trainer.run import GLOBAL, Run, load_run
 from trainer.syncer import Syncer, prepare_run
@@ -101,7 +101,7 @@ def _check_whole_ledger(run: Run) -> None:
     total = {tier: sum(sums[tier] for sums in recorded) for tier in TIERS}
     assert sum(total.values()) == config.num_islands * config.steps * config.batch_size * config.seq_len
     assert _counters(last_global_checkpoint(catalog, run.name)) == total
-    made = checkpoint_documents(catalog, run.name).to_pylist()
+    made = checkpoint_mix(catalog, run.name).to_pylist()
     assert {tier: sum(row["tokens"] for row in made if row["tier"] == tier) for tier in TIERS} == total
     assert sum(row["share"] for row in made) == pytest.approx(1)
     assert "agrees" in check_ledger(catalog, run.name)

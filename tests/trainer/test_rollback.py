@@ -76,7 +76,7 @@ def _late(store: Store, run: str = "r", *, after: int) -> int:
 
 
 def _made_of(catalog: Catalog, checkpoint: bytes) -> set[str]:
-    return set(catalog.ask("checkpoint_documents", checkpoint=checkpoint)["corpus"].to_pylist())
+    return set(catalog.ask("checkpoint_documents", checkpoint=checkpoint, most=10_000)["corpus"].to_pylist())
 
 
 def _where(*documents: int) -> str:

@@ -1,16 +1,28 @@
-"""Strategies: shares that sum to one, and an adaptive mix that moves, but not far and not to nothing."""
+"""Strategies: shares that sum to one, and a mix that feedback moves, but not far and not to nothing. All through the SQL that islands ask."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Iterator, Mapping
+from typing import Any
 
+import duckdb
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny import fabricate
 
+from manifests.catalog import Catalog
+from manifests.errors import UserError
+from manifests.questions import question
 from manifests.schemas import TIERS
-from trainer.strategies import ADAPTIVE, STEP_CAP, STRATEGIES, UNIFORM, WEIGHT_FLOOR, adapt, start_weights
+from manifests.store import Store
+from manifests.strategies import ADAPTIVE, BUILT_IN, UNIFORM
+from manifests.tables import append
+from trainer.strategies import TABLES_READ, decide
 
+STEP_CAP, WEIGHT_FLOOR = 0.25, 0.02
 _EFFECTIVENESS = st.fixed_dictionaries(
     {tier: st.one_of(st.none(), st.floats(-5, 5), st.just(math.nan), st.just(math.inf)) for tier in TIERS}
 )
@@ -21,76 +33,151 @@ _WEIGHTS = (
 )
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_starts_with_shares_that_sum_to_one(strategy: str) -> None:
-    weights = start_weights(strategy, {"S": 10, "A": 30, "B": 60})
+class Tables:
+    """The tables of a decision, made by hand in a database of their own."""
+
+    def __init__(self) -> None:
+        self.connection = duckdb.connect()
+        self.connection.execute(
+            "CREATE TABLE strategies (strategy VARCHAR, weight_s DOUBLE, weight_a DOUBLE, weight_b DOUBLE, weight_c DOUBLE, "
+            "learning_rate DOUBLE, weight_floor DOUBLE, step_cap DOUBLE, reason VARCHAR);"
+            "CREATE TABLE feedback (run VARCHAR, island INTEGER, sequence BIGINT, effectiveness_s DOUBLE, effectiveness_a DOUBLE, "
+            "effectiveness_b DOUBLE, effectiveness_c DOUBLE);"
+            "CREATE TABLE view_shards (tier_version INTEGER, pool VARCHAR, tier VARCHAR, job VARCHAR, tokens BIGINT);"
+            "CREATE TABLE views (tier_version INTEGER, pool VARCHAR, tier VARCHAR, job VARCHAR);"
+            "INSERT INTO views VALUES (1, 'p', 'S', 'j'), (1, 'p', 'A', 'j'), (1, 'p', 'B', 'new'), (2, 'p', 'C', 'j');"
+            # B's first edition was replaced; C is of another tier version.
+            "INSERT INTO view_shards VALUES (1, 'p', 'S', 'j', 4), (1, 'p', 'S', 'j', 6), (1, 'p', 'A', 'j', 30),"
+            "(1, 'p', 'B', 'new', 60), (1, 'p', 'B', 'j', 900), (2, 'p', 'C', 'j', 900)"
+        )
+        for row in BUILT_IN:
+            self.connection.execute(f"INSERT INTO strategies VALUES ({', '.join('?' * len(row))})", list(row.values()))
+
+    def weights(
+        self,
+        strategy: str,
+        previous: Mapping[str, float] | None = None,
+        effectiveness: Mapping[str, float | None] | None = None,
+    ) -> dict[str, float]:
+        """What an island would be told."""
+        self.connection.execute("DELETE FROM feedback")
+        if effectiveness is not None:
+            self.connection.execute("INSERT INTO feedback VALUES ('r', 0, 1, ?, ?, ?, ?)", [effectiveness[t] for t in TIERS])
+        parameters = {
+            "run": "r", "island": 0, "sequence": 1, "strategy": strategy, "tier_version": 1, "pool": "p",
+            "previous": [previous[tier] for tier in TIERS] if previous else [],
+        }  # fmt: skip
+        rows = self.connection.execute(question("mixture"), parameters).fetchall()
+        return {row[0]: row[1] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def tables() -> Iterator[Tables]:
+    tables = Tables()
+    yield tables
+    tables.connection.close()
+
+
+@pytest.mark.parametrize("strategy", [row["strategy"] for row in BUILT_IN])
+def test_every_strategy_starts_with_shares_that_sum_to_one(tables: Tables, strategy: str) -> None:
+    weights = tables.weights(strategy)
     assert list(weights) == list(TIERS)
     assert sum(weights.values()) == pytest.approx(1)
 
 
-def test_uniform_takes_every_tier_by_its_size() -> None:
-    assert start_weights(UNIFORM, {"S": 10, "A": 30, "B": 60}) == {"S": 0.1, "A": 0.3, "B": 0.6, "C": 0.0}
-
-
-def test_start_weights_are_the_callers_own() -> None:
-    start_weights("balanced", {})["S"] = 1.0
-    assert start_weights("balanced", {})["S"] == 0.2
+def test_uniform_takes_every_tier_by_the_size_of_its_newest_view(tables: Tables) -> None:
+    assert tables.weights(UNIFORM) == pytest.approx({"S": 0.1, "A": 0.3, "B": 0.6, "C": 0.0})
 
 
 @given(weights=_WEIGHTS, effectiveness=_EFFECTIVENESS)
-def test_adapted_weights_sum_to_one_and_zero_stays_zero(
-    weights: dict[str, float], effectiveness: dict[str, float | None]
+def test_moved_weights_sum_to_one_and_zero_stays_zero(
+    tables: Tables, weights: dict[str, float], effectiveness: dict[str, float | None]
 ) -> None:
-    adapted = adapt(weights, effectiveness)
-    assert sum(adapted.values()) == pytest.approx(1)
-    assert [tier for tier in TIERS if adapted[tier] == 0] == [tier for tier in TIERS if weights[tier] == 0]
+    moved = tables.weights(ADAPTIVE, weights, effectiveness)
+    assert sum(moved.values()) == pytest.approx(1)
+    assert [tier for tier in TIERS if moved[tier] == 0] == [tier for tier in TIERS if weights[tier] == 0]
 
 
 @given(weights=_WEIGHTS, effectiveness=_EFFECTIVENESS)
 def test_a_weight_changes_by_no_more_than_the_cap_before_normalising(
-    weights: dict[str, float], effectiveness: dict[str, float | None]
+    tables: Tables, weights: dict[str, float], effectiveness: dict[str, float | None]
 ) -> None:
-    adapted = adapt(weights, effectiveness)
+    moved = tables.weights(ADAPTIVE, weights, effectiveness)
     most = (1 + STEP_CAP) / (1 - STEP_CAP)
     for tier in TIERS:
         if weights[tier] > WEIGHT_FLOOR * 2:
-            assert weights[tier] / most - 1e-9 <= adapted[tier] <= weights[tier] * most + 1e-9
+            assert weights[tier] / most - 1e-9 <= moved[tier] <= weights[tier] * most + 1e-9
 
 
-@given(effectiveness=st.lists(_EFFECTIVENESS, min_size=1, max_size=60))
-def test_no_tier_falls_far_below_the_floor_however_bad_it_is(effectiveness: list[dict[str, float | None]]) -> None:
-    weights = start_weights(ADAPTIVE, {})
+@given(effectiveness=st.lists(_EFFECTIVENESS, min_size=1, max_size=20))
+def test_no_tier_falls_far_below_the_floor_however_bad_it_is(
+    tables: Tables, effectiveness: list[dict[str, float | None]]
+) -> None:
+    weights = tables.weights(ADAPTIVE)
     for step in effectiveness:
-        weights = adapt(weights, step)
+        weights = tables.weights(ADAPTIVE, weights, step)
     # Normalising after the floor takes at most the floors' own sum, and a step's growth, from it.
     assert min(weights.values()) >= WEIGHT_FLOOR / (1 + STEP_CAP + len(TIERS) * WEIGHT_FLOOR)
 
 
-def test_the_mix_moves_towards_the_effective_tier() -> None:
-    weights = start_weights(ADAPTIVE, {})
-    adapted = adapt(weights, {"S": 0.3, "A": 0.1, "B": 0.1, "C": -0.1})
-    assert adapted["S"] > weights["S"]
-    assert adapted["C"] < weights["C"]
-    assert adapted["S"] / weights["S"] > adapted["A"] / weights["A"] > adapted["C"] / weights["C"]
+def test_the_mix_moves_towards_the_effective_tier(tables: Tables) -> None:
+    weights = tables.weights(ADAPTIVE)
+    moved = tables.weights(ADAPTIVE, weights, {"S": 0.3, "A": 0.1, "B": 0.1, "C": -0.1})
+    assert moved["S"] > weights["S"]
+    assert moved["C"] < weights["C"]
+    assert moved["S"] / weights["S"] > moved["A"] / weights["A"] > moved["C"] / weights["C"]
 
 
-def test_a_step_worked_out_by_hand() -> None:
+def test_a_step_worked_out_by_hand(tables: Tables) -> None:
     # exp(2 · ±0.05) = 1.10517, 0.90484; C was not measured and keeps its weight before normalising.
-    adapted = adapt({"S": 0.5, "A": 0.25, "B": 0.0, "C": 0.25}, {"S": 0.1, "A": 0.0, "B": None, "C": None})
+    previous = {"S": 0.5, "A": 0.25, "B": 0.0, "C": 0.25}
+    moved = tables.weights(ADAPTIVE, previous, {"S": 0.1, "A": 0.0, "B": None, "C": None})
     total = 0.5 * 1.105171 + 0.25 * 0.904837 + 0.25
     expected = {"S": 0.5 * 1.105171 / total, "A": 0.25 * 0.904837 / total, "B": 0, "C": 0.25 / total}
-    assert adapted == pytest.approx(expected, rel=1e-5)
+    assert moved == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
     "effectiveness",
     [
+        None,
         dict.fromkeys(TIERS, None),
         {"S": 1.0, "A": None, "B": None, "C": None},
         {"S": 1.0, "A": math.nan, "B": math.inf, "C": None},
         dict.fromkeys(TIERS, 0.25),
     ],
 )
-def test_the_mix_stays_where_there_is_nothing_to_compare(effectiveness: dict[str, float | None]) -> None:
-    weights = start_weights(ADAPTIVE, {})
-    assert adapt(weights, effectiveness) == pytest.approx(weights)
+def test_the_mix_stays_where_there_is_nothing_to_compare(
+    tables: Tables, effectiveness: dict[str, float | None] | None
+) -> None:
+    weights = tables.weights(ADAPTIVE)
+    assert tables.weights(ADAPTIVE, weights, effectiveness) == pytest.approx(weights)
+
+
+def _decide(store: Store, strategy: str, **more: Any) -> dict[str, float]:
+    catalog = Catalog(store, tables=TABLES_READ)
+    return dict(decide(catalog, run="r", island=0, strategy=strategy, tier_version=1, pool="p", **more).weights)
+
+
+def test_an_edited_strategy_is_what_counts(store: Store) -> None:
+    fabricate(store)
+    assert _decide(store, "balanced")["S"] == pytest.approx(0.2)
+    edited = {"weight_s": 3.0, "weight_a": 1.0, "weight_b": 0.0, "weight_c": 0.0}
+    moving = {"learning_rate": 0.0, "weight_floor": 0.0, "step_cap": 0.0, "reason": "tried"}
+    append(store, "strategies", [{"strategy": "balanced", **edited, **moving}])
+    assert _decide(store, "balanced") == {"S": 0.75, "A": 0.25, "B": 0.0, "C": 0.0}
+    # A strategy without a learning rate is followed as it stands, also by an island that runs.
+    assert _decide(store, "balanced", sequence=3, previous=dict.fromkeys(TIERS, 0.25))["S"] == 0.75
+
+
+def test_a_decision_says_what_it_was_computed_from(store: Store) -> None:
+    fabricate(store)
+    catalog = Catalog(store, tables=TABLES_READ)
+    decision = decide(catalog, run="r", island=1, strategy="uniform", tier_version=1, pool="p")
+    again = Catalog(store, at=json.loads(decision.inputs)).query(decision.query, json.loads(decision.parameters))
+    assert dict(zip(again["tier"].to_pylist(), again["weight"].to_pylist(), strict=True)) == decision.weights
+
+
+def test_an_unknown_strategy_is_refused_and_the_known_ones_are_named(store: Store) -> None:
+    with pytest.raises(UserError, match="bold.*aggressive, balanced"):
+        _decide(store, "bold")

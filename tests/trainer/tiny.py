@@ -78,7 +78,7 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
     """Fills every table that a run reads: documents, tiers, tokenizer, pool, shards and views, committed as one job."""
     rng = np.random.default_rng(7)
     job = make_job(store, "fabricate", config={"per_tier": per_tier, "empty": empty_tiers}, inputs={})
-    documents, tiers, places, index, views = [], [], [], [], []
+    documents, tiers, places, index, views, view_shards = [], [], [], [], [], []
     number = 0
     for tier in (*(t for t in TIERS if t not in empty_tiers), "holdout"):
         shards = []
@@ -103,6 +103,7 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
                     "score_low": 0.0, "score_high": 1.0, "job": job.id,
                 }
             )  # fmt: skip
+            view_shards.append({"tier_version": 1, "pool": "p", "tier": tier, "shard": shard.name, "position": len(shards) - 1, "documents": per_shard, "tokens": sum(shard.documents.values()), "job": job.id})  # fmt: skip
         path = f"views/000001/p/{tier}/index.json"
         store.put_content(path, index_json([shard.entry for shard in shards]))
         total = sum(length for shard in shards for length in shard.documents.values())
@@ -115,6 +116,7 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
         "pools": [{"pool": "p", "tokenizer": "t", "token_dtype": "uint16", "job": job.id}],
         "shards": places,
         "shard_index": index,
+        "view_shards": view_shards,
         "views": views,
     }  # fmt: skip
     for table, rows in tables.items():

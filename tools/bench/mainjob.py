@@ -17,6 +17,7 @@ from pathlib import Path
 
 from manifests.catalog import Catalog
 from manifests.errors import Failure
+from manifests.strategies import UNIFORM
 from manifests.tables import open_store
 from tools.bench.frame import Benchmark, Figure, interleave, run_benchmark
 from tools.demo import ISLANDS, OUTER, VOCAB_SIZE
@@ -110,8 +111,8 @@ def train_uniform(store_uri: str, size: Size, seed: int) -> float:
 
     from trainer.model import build_model, holdout_loss, learning_rate, make_optimizer, pick_device, token_losses
     from trainer.plan import configure_run
-    from trainer.run import Run, holdout_tokens, open_stream, tier_sizes
-    from trainer.strategies import UNIFORM, start_weights
+    from trainer.run import Run, holdout_tokens, open_stream
+    from trainer.strategies import decide
 
     store = open_store(store_uri)
     catalog = Catalog(store)
@@ -119,7 +120,10 @@ def train_uniform(store_uri: str, size: Size, seed: int) -> float:
         store, run="uniform", tier_version=None, steps=size.steps, seed=seed, num_islands=size.islands
     )
     run = Run(store=store, config=config, branch=None)
-    stream = open_stream(run, catalog, island=0, weights=start_weights(UNIFORM, tier_sizes(catalog, config)))
+    decision = decide(
+        catalog, run="uniform", island=0, strategy=UNIFORM, tier_version=config.tier_version, pool=config.pool
+    )
+    stream = open_stream(run, catalog, island=0, weights=decision.weights)
     device = pick_device(config.device)
     model = build_model(config).to(device)
     optimizer = make_optimizer(model, config)
