@@ -1,23 +1,27 @@
 """Cuts: which version of every table an answer is made from, so that all tables of one answer agree.
 
-A cut is a version for each table. It is consistent when whatever a parent row (`jobs`, `checkpoints`, `runs`) vouches for is there: children are
-committed before their parents by the same writer, so the newest cut pins parents first, and a cut at a time takes every commit up to it by
-the writers' own clocks, which puts a child before its parent whatever the clocks of other writers say.
+A cut is a version for each table. It is consistent when whatever a parent row (`jobs`, `checkpoints`, `runs`) vouches for is there. Children are
+committed before their parents by the same writer, so the newest cut pins parents first. A cut at a time goes by the clocks of the writers, which
+order the commits of one writer but not those of several: a table's versions may lie out of order in time, even on one machine. So a table of
+parents is taken as far as every commit lies before the moment, any other table up to its last commit before it: then the children of each
+parent that is there are there too, since by the clock of their writer they are older.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from manifests.errors import UserError
 from manifests.schemas import TABLES
 from manifests.store import Store
-from manifests.tables import find_table, table_error
+from manifests.tables import find_table, read_marker_tables, table_error
 
 At = datetime | bytes | Mapping[str, int]
 """A point to look from: a time, a checkpoint's id (the moment that it was committed), or versions of tables."""
@@ -42,15 +46,14 @@ def pin(store: Store, names: Iterable[str], at: At | None = None) -> Tables:
     """
     wanted = sorted(names)
     if at is None:
-        return _pin_now(store, wanted, {})
+        return _pin_in_order(wanted, lambda name: find_table(store, name))
     if isinstance(at, Mapping):
         unknown = sorted(set(at) - set(TABLES))
         if unknown:
             raise UserError(f"no table named {unknown[0]!r}; there are {', '.join(sorted(TABLES))}")
-        return _pin_now(store, wanted, at)
+        return _pin_in_order(wanted, lambda name: find_table(store, name, version=at.get(name)))
     moment = _committed_at(store, at) if isinstance(at, bytes) else at
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(wanted, pool.map(lambda name: _table_at(store, name, moment), wanted), strict=True))
+    return _pin_in_order(wanted, lambda name: _table_at(store, name, moment))
 
 
 def parse_at(text: str) -> At:
@@ -66,7 +69,7 @@ def parse_at(text: str) -> At:
             pass
     if "=" in text:
         pairs = [item.partition("=") for item in text.split(",")]
-        if all(name.strip() in TABLES and version.strip().isdigit() for name, _, version in pairs):
+        if all(name.strip() in TABLES and version.strip().isdecimal() for name, _, version in pairs):
             return {name.strip(): int(version) for name, _, version in pairs}
     try:
         moment = datetime.fromisoformat(text)
@@ -85,16 +88,19 @@ def commit_times(table: DeltaTable) -> dict[int, datetime]:
     }
 
 
-def version_at(times: Mapping[int, datetime], moment: datetime) -> int | None:
-    """The last version committed up to a moment; None: there was none yet."""
-    # Everything before a version is part of it, so the last one in time is the one of the highest number.
-    return max((version for version, time in times.items() if time <= moment), default=None)
+def version_at(name: str, times: Mapping[int, datetime], moment: datetime) -> int | None:
+    """The version of a table in the cut at a moment, by the times of its commits; None: it didn't exist yet."""
+    if name not in _PARENTS:
+        return max((version for version, time in times.items() if time <= moment), default=None)
+    found = None
+    for version in sorted(times):
+        if times[version] > moment:
+            break
+        found = version
+    return found
 
 
-def _pin_now(store: Store, names: list[str], versions: Mapping[str, int]) -> Tables:
-    def find(name: str) -> DeltaTable | None:
-        return find_table(store, name, version=versions.get(name))
-
+def _pin_in_order(names: list[str], find: Callable[[str], DeltaTable | None]) -> Tables:
     parents = [name for name in names if name in _PARENTS]
     children = [name for name in names if name not in _PARENTS]
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -108,36 +114,40 @@ def _table_at(store: Store, name: str, moment: datetime) -> DeltaTable | None:
     if table is None:
         return None
     try:
-        version = version_at(commit_times(table), moment)
+        version = version_at(name, commit_times(table), moment)
     except (DeltaError, OSError) as e:
         raise table_error(store, name, e) from e
     if version is None:
-        raise UserError(f"{store.uri} didn't exist yet at {moment.isoformat()}; see `atoll tables history`")
+        if name in read_marker_tables(store):
+            raise UserError(f"{store.uri} didn't exist yet at {moment.isoformat()}; see `atoll tables history jobs`")
+        return None  # a newer Atoll brought this table to an older store
     return table if version == table.version() else find_table(store, name, version=version)
 
 
 def _committed_at(store: Store, checkpoint: bytes) -> datetime:
-    """When a checkpoint's row was committed."""
+    """The earliest moment whose cut has a checkpoint: when its row was committed, or the latest of the commits before, where a clock was ahead."""
+    rows = _checkpoint_rows(store, checkpoint)
     table = find_table(store, "checkpoints")
-    rows = (
-        table.to_pyarrow_table(columns=["written_at"], filters=[("checkpoint", "=", checkpoint)]).to_pylist()
-        if table is not None
-        else []
-    )
     if table is None or not rows:
         raise UserError(
             f'no checkpoint {checkpoint.hex()} in {store.uri}; see `atoll sql "select checkpoint, run, island, step from checkpoints"`'
         )
     # The row carries the time before its commit, by the same clock, cut to whole milliseconds in the log.
     written = rows[0]["written_at"] - timedelta(milliseconds=1)
+    latest = datetime.min.replace(tzinfo=UTC)
     for version, moment in sorted(commit_times(table).items()):
-        if moment >= written and _has_checkpoint(store, version, checkpoint):
-            return moment
-    return max(commit_times(table).values())
+        latest = max(latest, moment)
+        if moment >= written and _checkpoint_rows(store, checkpoint, version=version):
+            break
+    return latest
 
 
-def _has_checkpoint(store: Store, version: int, checkpoint: bytes) -> bool:
-    table = find_table(store, "checkpoints", version=version)
-    assert table is not None
-    found = table.to_pyarrow_table(columns=["checkpoint"], filters=[("checkpoint", "=", checkpoint)])
-    return found.num_rows > 0
+def _checkpoint_rows(store: Store, checkpoint: bytes, *, version: int | None = None) -> list[dict[str, Any]]:
+    try:
+        table = find_table(store, "checkpoints", version=version)
+        if table is None:
+            return []
+        found = table.to_pyarrow_table(columns=["written_at"], filters=[("checkpoint", "=", checkpoint)])
+    except (DeltaError, OSError, pa.ArrowException) as e:
+        raise table_error(store, "checkpoints", e) from e
+    return list(found.to_pylist())

@@ -21,9 +21,9 @@ from manifests.errors import AtollError, ObjectMissing, ObjectTaken, UserError
 from manifests.store import Store
 
 FOLDER = "probe"
-_WRITERS = 8
-_RACES = 3
-_RACE_BYTES = 16_384
+_THREADS = 8
+_RACES = 8
+_RIVALS = 2
 _ROUNDS = 3
 _LISTED = 40
 _ATTEMPTS = 10
@@ -133,7 +133,8 @@ class _Probing:
             if self._exists(path) or self._get(path) is not None:
                 stale.append("an object that nobody wrote exists")
             for content in (b"first", b"second, longer"):
-                if not self._put(path, content):
+                # Refused by its own object: a reply was lost on the way, and the request was sent again.
+                if not self._put(path, content) and self._get(path) != content:
                     undead.append("a name can't be taken anew after its object was deleted")
                     continue
                 if (seen := self._get(path)) != content:
@@ -167,36 +168,39 @@ class _Probing:
         self._find("second writer", broken, "refused, and the object is the first one's", _EXCLUSIVE_MEND)
 
     def check_race(self) -> None:
-        """Several writers of one name at the same moment."""
+        """Pairs of writers, each pair after one name, all at the same moment.
+
+        Pairs of several names and not a crowd of one: a store that queues the writers of a name may take a second for each of them.
+        """
+        contents = [f"writer {writer}".encode() for writer in range(_RIVALS)]
+        start = threading.Barrier(_RACES * _RIVALS)
+
+        def write(race: int, writer: int) -> bool:
+            start.wait()
+            return self._put(f"{self.folder}/race-{race}", contents[writer], timed=False)
+
+        with ThreadPoolExecutor(_RACES * _RIVALS) as pool:
+            runs = [[pool.submit(write, race, writer) for writer in range(_RIVALS)] for race in range(_RACES)]
+            won = [[run.result() for run in rivals] for rivals in runs]
+        both = sum(all(rivals) for rivals in won)
+        wrong = 0
+        for race, rivals in enumerate(won):
+            winners = [content for content, has_won in zip(contents, rivals, strict=True) if has_won]
+            # No winner at all: lost replies again.
+            wrong += self._get(f"{self.folder}/race-{race}") not in (winners or contents)
         broken = []
-        for number in range(_RACES):
-            path = f"{self.folder}/race-{number}"
-            contents = [f"writer {writer:03d} ".encode().ljust(_RACE_BYTES, b".") for writer in range(_WRITERS)]
-            start = threading.Barrier(_WRITERS)
-
-            def write(content: bytes, path: str = path, start: threading.Barrier = start) -> bool:
-                start.wait()
-                return self._put(path, content, timed=False)
-
-            with ThreadPoolExecutor(_WRITERS) as pool:
-                won = list(pool.map(write, contents))
-            winners = [content for content, has_won in zip(contents, won, strict=True) if has_won]
-            seen = self._get(path)
-            if len(winners) > 1:
-                who = "all" if len(winners) == _WRITERS else f"{len(winners)} of them"
-                broken.append(f"create-if-absent is ignored: {_WRITERS} writers of one name, {who} won")
-            # No winner at all: a reply was lost on the way, and the request that was sent again met its own object.
-            elif seen not in (winners or contents):
-                broken.append(f"{_WRITERS} writers of one name, and the object isn't the winner's")
-        self._find(
-            "racing writers", broken, f"{_WRITERS} writers of one name, one winner, {_RACES} times", _EXCLUSIVE_MEND
-        )
+        if both:
+            broken.append(f"create-if-absent is ignored: two writers of one name both won, in {both} of {_RACES} races")
+        if wrong:
+            broken.append(f"two writers of one name, and the object isn't the winner's, in {wrong} of {_RACES} races")
+        kept = f"two writers of one name, one winner, in {_RACES} races"
+        self._find("racing writers", broken, kept, _EXCLUSIVE_MEND)
 
     def check_listing(self) -> None:
         """Many objects in nested folders, listed right after they were written."""
         top = f"{self.folder}/listed"
         paths = sorted(f"{top}/{n % 4}/{n % 3}/{n:03d}" for n in range(_LISTED))
-        with ThreadPoolExecutor(_WRITERS) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             list(pool.map(lambda path: self._put(path, b"x", timed=False), paths))
         middle = paths[_LISTED // 2]
         broken = []
@@ -220,7 +224,7 @@ class _Probing:
             with suppress(OSError):
                 self._local_folder.parent.rmdir()  # another probe's folder may lie there
         elif self._written:
-            with ThreadPoolExecutor(_WRITERS) as pool:
+            with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(self.store.delete, dict.fromkeys(self._written)))
 
     @property

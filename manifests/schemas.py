@@ -19,6 +19,7 @@ import pyarrow as pa
 SCHEMA_VERSION = 2
 """Version of the store as a whole. 1 had no pool places in `consumption`."""
 TIERS = ("S", "A", "B", "C")
+Encoding = Literal["DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"]
 
 _ID = pa.binary()
 _TEXT = pa.string()
@@ -43,7 +44,7 @@ class TableSpec:
     """Order of the rows within an append; none: as they come."""
     newest_by: tuple[str, ...] = ()
     """Columns that name a thing of which only the newest row counts; none: every row does."""
-    encodings: Mapping[str, str] = field(default_factory=dict)
+    encodings: Mapping[str, Encoding] = field(default_factory=dict)
     """Parquet encoding of columns that the default one (dictionary) stores badly."""
 
 
@@ -80,7 +81,7 @@ def _spec(
     partition_by: tuple[str, ...] = (),
     sort_by: tuple[str, ...] = (),
     newest_by: tuple[str, ...] = (),
-    encodings: Mapping[str, str] | None = None,
+    encodings: Mapping[str, Encoding] | None = None,
 ) -> TableSpec:
     return TableSpec(
         name=name,
@@ -264,6 +265,7 @@ _SPECS = [
             _field("zip_bytes", pa.int64(), "size in the pool", unit="bytes"),
             _field("score_low", pa.float64(), "lowest score of the band when it was written"),
             _field("score_high", pa.float64(), "highest score of the band when it was written"),
+            _field("replaces", _TEXT, "shard that this one was written in the place of, to forget documents", null=True),
             _JOB,
         ],
         "job",

@@ -180,10 +180,14 @@ def _check_share(store: Store, share: float) -> None:
         )
 
 
+# A forgotten document must not come back with the next edition of its source.
+_KNOWN = "SELECT doc_id FROM documents UNION ALL SELECT doc_id FROM tombstones"
+
+
 def _known_ids(store: Store) -> set[bytes]:
     """Documents of committed jobs. This job's own rows are not among them: it isn't committed, and a new attempt must decide like the one before."""
     known: set[bytes] = set()
-    for batch in Catalog(store).query("SELECT doc_id FROM documents").to_batches():
+    for batch in Catalog(store, tables=["documents", "tombstones"]).query(_KNOWN).to_batches():
         known.update(cast("list[bytes]", batch.column(0).to_pylist()))
     return known
 

@@ -7,7 +7,7 @@ their score: so a threshold that moves re-assigns whole shards, and so does a qu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +57,7 @@ class Band:
     """Documents that are sharded together: one tier, one kind, neighbours in score."""
 
     tier: str
-    kind: Mapping[str, str | None]
+    kind: dict[str, Any]
     """What all of them share, by column of KIND."""
     doc_ids: pa.ChunkedArray[pa.BinaryScalar]
     scores: list[float | None]
@@ -158,7 +158,7 @@ def _write_band(
     index: list[dict[str, Any]] = []
     for ids in _fill_shards(doc_ids, tokens, config.shard_bytes):
         encoded = encode_shard(ids, [tokens[i] for i in ids], level=config.zstd_level)
-        entry, zip_bytes = _put_shard(job.store, encoded, tokenizer.token_dtype)
+        entry, zip_bytes = put_shard(job.store, encoded, tokenizer.token_dtype)
         counts = [len(tokens[i]) for i in ids]
         known = [score for i in ids if (score := scores[i]) is not None]
         common = {"pool": pool, "shard": encoded.name, "job": job.id}
@@ -184,7 +184,7 @@ def _write_band(
     job.append("shard_index", index, part=part)
 
 
-def _put_shard(store: Store, encoded: EncodedShard, token_dtype: np.dtype[Any]) -> tuple[dict[str, Any], int]:
+def put_shard(store: Store, encoded: EncodedShard, token_dtype: np.dtype[Any]) -> tuple[dict[str, Any], int]:
     """Writes a shard, or takes the one that lies there.
 
     Returns:

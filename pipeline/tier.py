@@ -57,7 +57,8 @@ def tier(store: Store, *, config: TierConfig, report: Report = report_nothing) -
     if done is not None:
         return done | {"already_done": True}
     scores = catalog.query(
-        "SELECT doc_id, method, score, stderr FROM influence WHERE job = ? ORDER BY doc_id", [score_job]
+        "SELECT doc_id, method, score, stderr FROM influence WHERE job = ? AND doc_id IN (SELECT doc_id FROM documents) ORDER BY doc_id",
+        [score_job],
     )
     tiering = assign_tiers(
         scores["score"].to_numpy(),

@@ -16,13 +16,15 @@ import typer.exceptions
 
 from manifests.errors import AtollError, UserError
 from tools.app import ASK, DATA, DEFAULT_STORE, TRAIN, FormatOption, RunOption, StoreOption, app, catalog_of, opened
-from tools.commands import ask as _ask  # noqa: F401 - adds their commands
+from tools.commands import ask, keep, policy, steer
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
 T = TypeVar("T")
+COMMANDS = (ask, keep, policy, steer)
+"""Modules that add their commands by being imported."""
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
 

@@ -79,7 +79,7 @@ def _installation() -> Iterator[Line]:
         if name is None or "extra ==" in requirement:
             continue
         try:
-            yield Line(what=name[0], value=version(name[0]), ok=True, detail=f"asked for: {requirement}")
+            yield Line(what=name[0], value=version(name[0]), detail=f"asked for: {requirement}")
         except PackageNotFoundError:
             yield Line(what=name[0], value="missing", ok=False, detail=f"`pip install '{requirement}'`")
 

@@ -13,6 +13,7 @@ import pytest
 from manifests.errors import ObjectMissing, ObjectTaken, StoreUnreachable, UserError
 from manifests.probe import probe_store, require_sound
 from manifests.store import ObjectInfo, Store
+from tests.s3_proxy import Cut, S3Proxy
 
 
 class Overwriting(Store):
@@ -93,8 +94,8 @@ class Keeping(Store):
 
 
 FAULTS = [
-    (Overwriting, "create-if-absent is ignored: 8 writers of one name, all won", "If-None-Match"),
-    (CheckingFirst, "create-if-absent is ignored: 8 writers of one name, ", "If-None-Match"),
+    (Overwriting, "create-if-absent is ignored: two writers of one name both won, in 8 of 8 races", "If-None-Match"),
+    (CheckingFirst, "create-if-absent is ignored: two writers of one name both won, in ", "If-None-Match"),
     (Replacing, "second writer: a second writer was refused, and the object holds b'second'", "If-None-Match"),
     (RememberingContent, "read after write: get shows b'first' after b'second, longer' was written", "consistent"),
     (RememberingAbsence, "read after write: get shows None after b'first' was written", "consistent"),
@@ -194,6 +195,20 @@ def test_absent_server_is_unreachable(s3_environment: str, monkeypatch: pytest.M
     monkeypatch.setattr("manifests.store._RETRY", {"max_retries": 1})
     with pytest.raises(StoreUnreachable):
         probe_store(Store(s3_environment))
+
+
+def test_lost_replies_are_not_held_against_the_store(
+    s3_environment: str, s3_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that hears nothing sends its write again, and the store refuses it rightly: the name is taken, by itself."""
+
+    def lose_some(number: int, moment: str, method: str, path: str) -> None:
+        if moment == "after" and number % 5 == 1:
+            raise Cut
+
+    with S3Proxy(s3_server, lose_some) as proxy:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        require_sound(Store(s3_environment))
 
 
 def test_wrong_credentials_say_so(s3_environment: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ CONFIG = ShardConfig(shard_bytes=8_000)
 _PLACES = "SELECT shard, position, doc_id, tokens FROM shards ORDER BY shard, position"
 
 
-def _tiered_store(folder: Path) -> Store:
+def tiered_store(folder: Path) -> Store:
     """A store with real text in four tiers; the scores are made up, the text and the tokenizer are not."""
     store = create_store(str(folder / "store"))
     export_stdlib_code(folder / "code.parquet", num_documents=80, seed=1)
@@ -53,7 +53,7 @@ def _tiered_store(folder: Path) -> Store:
 
 @pytest.fixture
 def tiered(tmp_path: Path) -> Store:
-    return _tiered_store(tmp_path)
+    return tiered_store(tmp_path)
 
 
 def test_every_document_lies_where_the_manifest_says_with_its_text_as_tokens(tiered: Store) -> None:
@@ -90,7 +90,7 @@ def test_job_that_died_and_is_run_again_ends_like_one_that_did_not(
 ) -> None:
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
-    whole, killed = _tiered_store(tmp_path / "whole"), _tiered_store(tmp_path / "killed")
+    whole, killed = tiered_store(tmp_path / "whole"), tiered_store(tmp_path / "killed")
     shard(whole, config=CONFIG)
     really_append = Job.append
 

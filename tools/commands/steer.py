@@ -1,0 +1,122 @@
+"""Commands that change what islands may read from now on: forgotten documents, and edited strategies."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from manifests.errors import UserError
+from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened
+from tools.output import STDERR, Format, print_answer
+
+
+@app.command(rich_help_panel=KEEP)
+def forget(
+    where: Annotated[
+        str,
+        typer.Option(
+            help="SQL condition over the columns of documents, and tier and score in the newest tier version."
+        ),
+    ],
+    reason: Annotated[str, typer.Option(help="Why; goes into the tombstones.")],
+    store: StoreOption = DEFAULT_STORE,
+    with_rephrased: Annotated[
+        bool, typer.Option("--with-rephrased", help="Also the documents that were rephrased from them.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only say what would be done.")] = False,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Erase documents: out of every view and every shard, for good. Tombstones without text stay, and what had been trained on them stays on record.
+
+    Example: atoll forget --where "source_uri like '%/leaked.parquet'" --reason "ticket 4711" --yes
+    """
+    from pipeline.forget import erasure_table, plan_erasure
+    from pipeline.forget import forget as run_forget
+    from tools.progress import progress_report
+
+    erasure = plan_erasure(opened(store), where, reason=reason, with_rephrased=with_rephrased)
+    print_answer(erasure_table(erasure), format_, title="documents")
+    if erasure.rephrased:
+        STDERR.print(
+            f"  {erasure.rephrased:,} documents were rephrased from these and stay; --with-rephrased takes them, too"
+        )
+    if erasure.seen.num_rows:
+        print_answer(erasure.seen, format_, title="checkpoints that saw them; `atoll rollback` takes them out of a run")
+    else:
+        STDERR.print("  no checkpoint saw them")
+    if not yes:
+        STDERR.print(
+            f"  {len(erasure.shards):,} shards would be written anew, and the old ones deleted; nothing was changed: --yes does it"
+        )
+        return
+    with progress_report() as report:
+        summary = run_forget(erasure, report=report)
+    if summary["already_done"]:
+        STDERR.print("  forgotten before; nothing changed")
+    STDERR.print(
+        f"  {summary['documents']:,} documents forgotten: {summary['shards']:,} shards and {summary['views']:,} views written anew. "
+        "Copies of the old shards in caches of other machines ($ATOLL_CACHE) and the sources themselves are yours to delete",
+        markup=False,
+    )
+
+
+strategies_app = typer.Typer(invoke_without_command=True, help="Show the strategies, or edit one.")
+app.add_typer(strategies_app, name="strategies", rich_help_panel=TRAIN)
+
+
+@strategies_app.callback()
+def strategies(
+    context: typer.Context, store: StoreOption = DEFAULT_STORE, format_: FormatOption = Format.table
+) -> None:
+    """Show the strategies as they count now.
+
+    Example: atoll strategies
+    """
+    if context.invoked_subcommand is None:
+        print_answer(catalog_of(store).query("SELECT * FROM strategies ORDER BY strategy"), format_)
+
+
+@strategies_app.command("set")
+def set_strategy(
+    name: Annotated[str, typer.Argument(help="A new name, or one that there is.")],
+    reason: Annotated[str, typer.Option(help="Why; kept beside the edition.")],
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Weights to start with, as S=.4,A=.4,B=.2,C=0; every tier by its size where not given."),
+    ] = None,
+    learning_rate: Annotated[float, typer.Option(help="How fast effectiveness moves the weights; 0: they stay.")] = 0.0,
+    weight_floor: Annotated[float, typer.Option(help="Least weight of a tier that has any.")] = 0.02,
+    step_cap: Annotated[
+        float, typer.Option(help="Largest change of a weight in one decision, as a share of it.")
+    ] = 0.25,
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Set a strategy: a new edition that counts from the islands' next decision on. Earlier ones stay on record.
+
+    Example: atoll strategies set careful --weights S=.1,A=.5,B=.4,C=0 --reason "C hurts the maths holdout"
+    """
+    from manifests.strategies import strategy_row
+    from manifests.tables import append
+
+    row = strategy_row(
+        name,
+        weights=_weights(weights) if weights is not None else None,
+        learning_rate=learning_rate,
+        weight_floor=weight_floor,
+        step_cap=step_cap,
+        reason=reason,
+    )
+    append(opened(store), "strategies", [row])
+    print_answer(catalog_of(store).query("SELECT * FROM strategies WHERE strategy = ?", [name]), Format.table)
+
+
+def _weights(text: str) -> dict[str, float]:
+    weights = {}
+    for item in text.split(","):
+        tier, _, number = item.partition("=")
+        try:
+            weights[tier.strip().upper()] = float(number)
+        except ValueError as e:
+            raise UserError(f"--weights {text!r}: {item!r} is not TIER=NUMBER; write S=.4,A=.4,B=.2,C=0") from e
+    return weights
