@@ -16,9 +16,11 @@ import numpy.typing as npt
 import xxhash
 
 from manifests.catalog import Catalog
+from manifests.editions import rights_of
 from manifests.errors import Failure, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
 from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, index_json, object_path
+from manifests.policy import rights_inputs, that_may_be_read
 from manifests.schemas import TIERS
 from manifests.store import Store
 from pipeline.texts import read_texts
@@ -73,7 +75,7 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
         UserError: no such tier version, or no tokenizer.
         Failure: a source has changed or gone.
     """
-    catalog = Catalog(store)
+    catalog = Catalog(store, rights=rights_of(store, "job:shard"))
     tier_version = _tier_version(catalog, config.tier_version)
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
     pool = f"{tokenizer.id[:16]}-{np.dtype(tokenizer.token_dtype).name}"
@@ -82,13 +84,21 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
         "shard",
         config=asdict(config) | {"tier_version": tier_version, "tokenizer": tokenizer.id},
         inputs={
-            "documents": [r["job"] for r in catalog.rows("SELECT job FROM jobs WHERE kind = 'ingest' ORDER BY job")]
+            "documents": [r["job"] for r in catalog.rows("SELECT job FROM jobs WHERE kind = 'ingest' ORDER BY job")],
+            **rights_inputs(catalog.rights),
         },
     )
     done = job.summary()
     if done is not None:
         return done | {"already_done": True}
+    if catalog.rows("SELECT 1 FROM views WHERE tier_version = ? AND pool = ?", [tier_version, pool]):
+        # Views are written once: a run that reads them would lose its place in others.
+        raise UserError(
+            f"tier version {tier_version} has been sharded into pool {pool} with other options or documents; `atoll tier` makes a new version of the tiers"
+        )
     bands = list(_bands(catalog, tier_version))
+    if not bands:
+        raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
     total = sum(len(band.scores) for band in bands)
     sharded = 0
     for part, band in enumerate(bands, start=1):

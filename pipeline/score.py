@@ -19,8 +19,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from manifests.catalog import Catalog
+from manifests.editions import rights_of
 from manifests.errors import UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
+from manifests.policy import rights_inputs, that_may_be_read
 from manifests.schemas import TABLES
 from manifests.store import Store
 from manifests.tables import open_table
@@ -112,17 +114,20 @@ def score(store: Store, *, config: ScoreConfig, report: Report = report_nothing)
         UserError: there is nothing to score, no holdout, no tokenizer, or the model can't be built.
         Failure: the scoring model diverged, or the text of a document is gone.
     """
-    catalog = Catalog(store)
+    catalog = Catalog(store, rights=rights_of(store, "job:score"))
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
     ingests = catalog.query("SELECT DISTINCT job FROM documents ORDER BY job").column(0).to_pylist()
     inputs = {"ingest": ingests, "tokenizer": tokenizer.id, "model_files": _fingerprint(config.model_path)}
+    inputs |= rights_inputs(catalog.rights)
     job = make_job(store, "score", config=config.identity() | {"tokenizer": tokenizer.id}, inputs=inputs)
     if (done := job.summary()) is not None:
         return done | {"already_done": True}
     started = time.monotonic()
     documents = documents_of(catalog, "train")
     if not len(documents):
-        raise UserError(f"{store.uri} has no documents to score; `atoll ingest` brings them")
+        raise UserError(
+            f"{store.uri} has no documents to score{that_may_be_read(catalog.rights)}; `atoll ingest` brings them"
+        )
     holdout = holdout_folds(catalog, tokenizer, num_folds=config.num_folds, max_documents=config.max_holdout_documents)
     scoring = _Scoring(job, catalog, tokenizer, config, holdout, report)
     scoring.run(documents)

@@ -9,8 +9,10 @@ import numpy as np
 import pyarrow as pa
 
 from manifests.catalog import Catalog
+from manifests.editions import rights_of
 from manifests.errors import UserError
 from manifests.jobs import Report, canonical_json, make_job, report_nothing
+from manifests.policy import rights_inputs, that_may_be_read
 from manifests.schemas import TABLES
 from manifests.store import Store
 from pipeline.tiers import assign_tiers, say_concentration
@@ -50,9 +52,10 @@ def tier(store: Store, *, config: TierConfig, report: Report = report_nothing) -
     Raises:
         UserError: the store has no scores, or not of the job that was named.
     """
-    catalog = Catalog(store)
+    catalog = Catalog(store, rights=rights_of(store, "job:tier"))
     score_job = _score_job(catalog, config.score_job)
-    job = make_job(store, "tier", config=asdict(config) | {"score_job": score_job}, inputs={"scores": score_job})
+    inputs = {"scores": score_job} | rights_inputs(catalog.rights)
+    job = make_job(store, "tier", config=asdict(config) | {"score_job": score_job}, inputs=inputs)
     done = job.summary()
     if done is not None:
         return done | {"already_done": True}
@@ -60,6 +63,8 @@ def tier(store: Store, *, config: TierConfig, report: Report = report_nothing) -
         "SELECT doc_id, method, score, stderr FROM influence WHERE job = ? AND doc_id IN (SELECT doc_id FROM documents) ORDER BY doc_id",
         [score_job],
     )
+    if not scores.num_rows:
+        raise UserError(f"job {score_job} has scored no documents{that_may_be_read(catalog.rights)}; run `atoll score`")
     tiering = assign_tiers(
         scores["score"].to_numpy(),
         scores["stderr"].to_numpy(),
@@ -68,8 +73,10 @@ def tier(store: Store, *, config: TierConfig, report: Report = report_nothing) -
         max_s=config.max_s,
     )
     # A dead attempt's rows don't count, but its parts stay: the version must be the one that it took.
-    started = catalog.rows("SELECT min(tier_version) AS v FROM raw.tiers WHERE job = ?", [job.id])[0]["v"]
-    newest = catalog.rows("SELECT coalesce(max(tier_version), 0) AS v FROM raw.tiers")[0]["v"]
+    # And a number is taken also where all of its documents are kept from this job.
+    numbers = Catalog(store, tables=["tiers"])
+    started = numbers.rows("SELECT min(tier_version) AS v FROM raw.tiers WHERE job = ?", [job.id])[0]["v"]
+    newest = numbers.rows("SELECT coalesce(max(tier_version), 0) AS v FROM raw.tiers")[0]["v"]
     tier_version = int(started or newest + 1)
     rows = pa.table(
         {

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # 
 from manifests.catalog import Catalog
 from manifests.errors import Failure, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
+from manifests.policy import rights_inputs, that_may_be_read
 from manifests.store import Store, first_line
 from pipeline.texts import read_texts
 
@@ -69,7 +70,7 @@ def train_tokenizer(
         )
     jobs = catalog.query("SELECT DISTINCT job FROM documents ORDER BY job").column(0).to_pylist()
     config = {"vocab_size": vocab_size, "max_bytes": max_bytes}
-    job = make_job(store, "tokenizer", config=config, inputs={"jobs": jobs})
+    job = make_job(store, "tokenizer", config=config, inputs={"jobs": jobs} | rights_inputs(catalog.rights))
     if (done := job.summary()) is not None:
         return str(done["tokenizer"])
     sample = catalog.query(
@@ -81,7 +82,9 @@ def train_tokenizer(
         [max_bytes],
     )
     if not len(sample):
-        raise UserError(f"{store.uri} has no documents to train a tokenizer on; `atoll ingest` brings them")
+        raise UserError(
+            f"{store.uri} has no documents to train a tokenizer on{that_may_be_read(catalog.rights)}; `atoll ingest` brings them"
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -47,6 +47,8 @@ class Progress:
     """Feedback messages sent."""
     tier_losses: dict[str, float] = field(default_factory=dict)
     """Mean training loss by tier in the outer cycle before; what `adaptive` compares with."""
+    cycle_losses: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+    """Loss of every sequence of the outer cycle so far, by tier: a cycle may outlive its process."""
 
     @property
     def tokens(self) -> int:
@@ -115,6 +117,7 @@ def save_island(
         "fragment_steps": progress.fragment_steps,
         "sequence": progress.sequence,
         "tier_losses": progress.tier_losses,
+        "cycle_losses": progress.cycle_losses,
         "optimizer_steps": steps,
     }
     data = pack(tensors, {"run": run.name, "island": island, "progress": counters})
@@ -174,6 +177,14 @@ def last_checkpoint(run: Run, catalog: Catalog, island: int) -> dict[str, Any] |
     if not rows:
         raise Failure(f"run {run.name} branches from checkpoint {named}, which the store doesn't have")
     return rows[0]
+
+
+def give_up_superseded(run: Run, catalog: Catalog, row: Mapping[str, Any]) -> None:
+    """Deletes the object of the checkpoint before one, where it is none to be kept: an island may have died before it did."""
+    for before in catalog.rows(
+        "SELECT object FROM checkpoints WHERE checkpoint = ? AND run = ? AND NOT anchor", [row["parent"], run.name]
+    ):
+        run.store.delete(before["object"])
 
 
 def load_island(

@@ -74,6 +74,8 @@ class RunConfig:
     """Nesterov momentum of the outer step."""
     holdout_sequences: int = 64
     """Sequences of the holdout that a loss is measured on."""
+    policy: str = ""
+    """Edition of the policy that was in force when the run was made: its index holds what that allows. Empty: there was none."""
     seed: int = 0
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""

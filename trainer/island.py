@@ -12,6 +12,7 @@ import queue
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,16 @@ from manifests.errors import AtollError, ObjectTaken
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
-from trainer.checkpoints import Mixture, Progress, checkpoint_id, is_anchor, last_checkpoint, load_island, save_island
+from trainer.checkpoints import (
+    Mixture,
+    Progress,
+    checkpoint_id,
+    give_up_superseded,
+    is_anchor,
+    last_checkpoint,
+    load_island,
+    save_island,
+)
 from trainer.feedback import summarise_cycle
 from trainer.fragments import cut_fragments
 from trainer.model import (
@@ -36,6 +46,7 @@ from trainer.model import (
     token_losses,
 )
 from trainer.recorder import SpanRecorder
+from trainer.rights import island_rights, require_documents
 from trainer.run import Run, holdout_tokens, load_run, open_stream
 from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
@@ -100,10 +111,12 @@ class Island:
         self.base: dict[str, torch.Tensor] = {}
         self.holdout = holdout_tokens(run, catalog).to(self.device)
 
+        self.rights = island_rights(config, catalog, island).both
+        require_documents(config, catalog, self.rights)
         row = last_checkpoint(run, catalog, island)
         if row is None:
             strategy = config.strategy_of(island)
-            decision = self._decide(catalog, strategy)
+            decision = self._decide(strategy)
             self.mixture = Mixture(strategy=strategy, weights=decision.weights)
             num_fragments = len(self.fragments)
             self.progress = Progress(
@@ -113,6 +126,7 @@ class Island:
             decision = None
             self.mixture = Mixture.from_json(row["mixture"])
             self.progress = load_island(run.store, row, model=self.model, optimizer=self.optimizer)
+            give_up_superseded(run, catalog, row)
         self.stream = open_stream(run, catalog, island=island, weights=self.mixture.weights)
         if row is not None:
             self.stream.load_state(row["stream"])
@@ -124,7 +138,6 @@ class Island:
         self._spans = SpanRecorder()
         self._previous_path: str | None = row["object"] if row is not None and row["run"] == run.name else None
         self._previous_anchor = row is not None and row["anchor"]
-        self._cycle_losses: dict[str, list[float]] = {tier: [] for tier in TIERS}
         self._step_times: list[float] = []
 
     def train(self) -> None:
@@ -185,7 +198,7 @@ class Island:
         self._spans.record(self.progress.step, sequences, losses_BL.float().numpy())
         for sequence, loss in zip(sequences, losses_BL.mean(dim=1).tolist(), strict=True):
             self.progress.tier_tokens[sequence.tier] += len(sequence.tokens)
-            self._cycle_losses[sequence.tier].append(loss)
+            self.progress.cycle_losses[sequence.tier].append(loss)
 
     def _close_round(self, loss: float) -> None:
         """Commits what the round did, then sends the fragment that falls due."""
@@ -229,7 +242,7 @@ class Island:
         message, tier_losses = summarise_cycle(
             loss=loss,
             holdout_loss=measured,
-            losses_by_tier=self._cycle_losses,
+            losses_by_tier=progress.cycle_losses,
             previous_tier_losses=progress.tier_losses,
             step_times_s=self._step_times,
         )
@@ -242,24 +255,23 @@ class Island:
             sequence=progress.sequence,
         )
         progress.tier_losses = tier_losses
-        self._cycle_losses = {tier: [] for tier in TIERS}
+        progress.cycle_losses = {tier: [] for tier in TIERS}
         self._step_times = []
         self._move_mix()
 
     def _move_mix(self) -> None:
         """Asks for the mix anew: the feedback has moved it, or somebody has edited the strategy."""
-        catalog = Catalog(self.run.store, tables=TABLES_READ)
         strategy = self.mixture.strategy
-        decision = self._decide(catalog, strategy, sequence=self.progress.sequence, previous=self.mixture.weights)
+        decision = self._decide(strategy, sequence=self.progress.sequence, previous=self.mixture.weights)
         if decision.weights != dict(self.mixture.weights):
             self.mixture = Mixture(strategy=strategy, weights=decision.weights)
             self.stream.set_weights(decision.weights)
             self._record_mixture(f"feedback {self.progress.sequence}, up to round {self.progress.round}", decision)
 
-    def _decide(self, catalog: Catalog, strategy: str, **more: Any) -> Decision:
+    def _decide(self, strategy: str, **more: Any) -> Decision:
         config = self.run.config
         return decide(
-            catalog,
+            Catalog(self.run.store, tables=TABLES_READ, rights=self.rights),
             run=self.run.name,
             island=self.island,
             strategy=strategy,
@@ -327,9 +339,10 @@ class Island:
 
     def _claim_incarnation(self) -> int:
         incarnation = 0
+        claim = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "nonce": uuid.uuid4().hex}).encode()
         while True:
             try:
-                self.run.store.put_new(f"{self.run.island_folder(self.island)}/incarnations/{incarnation:03d}", b"{}")
+                self.run.store.put_new(f"{self.run.island_folder(self.island)}/incarnations/{incarnation:03d}", claim)
                 return incarnation
             except ObjectTaken:
                 incarnation += 1

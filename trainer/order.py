@@ -40,12 +40,16 @@ class TierOrder:
 
     def locate(self, index: int) -> tuple[int, int]:
         """(shard, position within it) of the pass's document number `index`."""
+        start, shard_of, position_of = self.window(index)
+        return int(shard_of[index - start]), int(position_of[index - start])
+
+    def window(self, index: int) -> tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """The window that holds document number `index`: number of its first document, and the shard and position of each of its documents."""
         window = int(np.searchsorted(self._starts, index, side="right")) - 1
         if window != self._current:
             self._shard_of, self._position_of = self._permute(window)
             self._current = window
-        place = index - int(self._starts[window])
-        return int(self._shard_of[place]), int(self._position_of[place])
+        return int(self._starts[window]), self._shard_of, self._position_of
 
     def upcoming_shards(self, index: int) -> Iterator[int]:
         """Shards of the window that holds `index` and of the next one: what is worth fetching ahead."""

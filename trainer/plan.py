@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from manifests.catalog import Catalog
+from manifests.editions import current_edition
 from manifests.errors import UserError
 from manifests.store import Store
 from trainer.config import RunConfig
@@ -12,16 +13,20 @@ from trainer.strategies import known_strategies
 
 
 def configure_run(store: Store, *, run: str, tier_version: int | None, **options: Any) -> RunConfig:
-    """A run's configuration on the newest views of the store, or on a named tier version. A run that exists keeps the views that it has.
+    """A run's configuration on the newest views of the store, or on a named tier version. A run that exists keeps the views and the policy that it
+    has.
 
     Raises:
         UserError: the store has no tiers or no views, or an option is out of range.
     """
     catalog = Catalog(store)
-    if tier_version is None:
-        existing = catalog.rows("SELECT config FROM runs WHERE run = ?", [run])
-        if existing:
-            tier_version = RunConfig.from_json(existing[0]["config"]).tier_version
+    existing = catalog.rows("SELECT config FROM runs WHERE run = ?", [run])
+    if existing:
+        begun = RunConfig.from_json(existing[0]["config"])
+        tier_version, policy = begun.tier_version if tier_version is None else tier_version, begun.policy
+    else:
+        edition = current_edition(catalog)
+        policy = "" if edition is None else edition["policy"]
     rows = catalog.rows(
         """
         SELECT v.tier_version, v.pool, p.token_dtype, t.vocab_size
@@ -34,7 +39,7 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     if not rows:
         which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
         raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
-    config = RunConfig(run=run, **rows[0], **options)
+    config = RunConfig(run=run, policy=policy, **rows[0], **options)
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
     unknown = sorted(set(config.strategies) - known)
     if unknown:

@@ -73,11 +73,12 @@ def decide(
         raise UserError(
             f"strategy {strategy} leaves no tier of tier version {tier_version} to read; `atoll strategies` shows its weights"
         )
+    read = TABLES_READ if catalog.rights is None else (*TABLES_READ, "shard_index")
     return Decision(
         weights=weights,
         query=question("mixture"),
         parameters=canonical_json(parameters),
-        inputs=canonical_json({table: catalog.versions[table] for table in TABLES_READ}),
+        inputs=canonical_json({table: catalog.versions[table] for table in read}),
     )
 
 

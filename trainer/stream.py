@@ -22,6 +22,8 @@ from trainer.apportion import next_group, usable_weights
 from trainer.order import TierOrder
 from trainer.reader import ShardReader, shard_name
 
+_NOTHING: npt.NDArray[Any] = np.empty(0)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
@@ -64,6 +66,7 @@ class TierStream:
         key: str,
         origins: Mapping[str, str],
         excluded: frozenset[bytes] = frozenset(),
+        forbidden: frozenset[str] = frozenset(),
     ) -> None:
         """
         Args:
@@ -74,6 +77,7 @@ class TierStream:
             key: everything that the order depends on, as text.
             origins: shard name → real or synthetic.
             excluded: documents that are passed over.
+            forbidden: shards whose documents are passed over, and which are never fetched.
         """
         self.tier = tier
         entries = read_index(index)
@@ -83,6 +87,7 @@ class TierStream:
         self._reader = ShardReader(store, entries, token_dtype=token_dtype)
         self._key = key
         self._excluded = excluded
+        self._forbidden = [name in forbidden for name in self._names]
         self._pass = 0
         self._index = 0
         self._offset = 0
@@ -106,7 +111,7 @@ class TierStream:
         """The next `num_tokens` tokens.
 
         Raises:
-            Failure: a shard can't be read, or every document of the tier is excluded.
+            Failure: a shard can't be read, or every document of the tier is left out.
         """
         pieces: list[npt.NDArray[Any]] = []
         spans: list[Span] = []
@@ -115,14 +120,14 @@ class TierStream:
         while filled < num_tokens:
             order = self._order_of_pass()
             shard_number, position = order.locate(self._index)
-            shard = self._reader.shard(shard_number)
-            doc_id = shard.doc_id(position)
-            tokens = shard.tokens(position)
-            # An excluded document's rest is passed over too: the exclusion may be newer than the cursor.
-            if doc_id in self._excluded or self._offset >= len(tokens):
+            doc_id, tokens = self._document(shard_number, position)
+            # The rest of a document that is left out is passed over too: that it is may be newer than the cursor.
+            if self._offset >= len(tokens):
                 passed_over = passed_over + 1
                 if passed_over > 2 * self.num_documents:
-                    raise Failure(f"tier {self.tier} has no document left to read: all are excluded or empty")
+                    raise Failure(
+                        f"tier {self.tier} has no document left to read: all are excluded, forbidden or empty"
+                    )
                 self._next_document(order)
                 continue
             passed_over = 0
@@ -150,11 +155,23 @@ class TierStream:
         """Stops the reader's thread."""
         self._reader.close()
 
+    def _document(self, shard_number: int, position: int) -> tuple[bytes, npt.NDArray[Any]]:
+        """A document's id and tokens; none where it is left out."""
+        if self._forbidden[shard_number]:
+            return b"", _NOTHING
+        shard = self._reader.shard(shard_number)
+        doc_id = shard.doc_id(position)
+        return doc_id, _NOTHING if doc_id in self._excluded else shard.tokens(position)
+
     def _order_of_pass(self) -> TierOrder:
         if self._order is None:
             self._order = TierOrder(self._counts, key=f"{self._key}/{self.tier}/pass {self._pass}")
-            self._reader.prefetch(self._order.upcoming_shards(self._index))
+            self._prefetch(self._order)
         return self._order
+
+    def _prefetch(self, order: TierOrder) -> None:
+        upcoming = order.upcoming_shards(self._index)
+        self._reader.prefetch(number for number in upcoming if not self._forbidden[number])
 
     def _next_document(self, order: TierOrder) -> None:
         self._index += 1
@@ -164,7 +181,7 @@ class TierStream:
             self._index = 0
             self._order = None
         elif self._index % 64 == 0:
-            self._reader.prefetch(order.upcoming_shards(self._index))
+            self._prefetch(order)
 
 
 class MixedStream:
@@ -180,6 +197,8 @@ class MixedStream:
         self._tiers = dict(tiers)
         self._seq_len = seq_len
         self._credits = [0.0] * len(TIERS)
+        self._left_out: dict[str, Any] = {}
+        """States of tiers that had documents when the state was saved and have none now: they may come back."""
         self.weights: dict[str, float] = {}
         self.set_weights(weights)
 
@@ -196,13 +215,17 @@ class MixedStream:
     def state(self) -> str:
         """The whole state, as JSON text of well under 10 KB."""
         return json.dumps(
-            {"credits": self._credits, "tiers": {tier: stream.state() for tier, stream in self._tiers.items()}}
+            {
+                "credits": self._credits,
+                "tiers": self._left_out | {tier: stream.state() for tier, stream in self._tiers.items()},
+            }
         )
 
     def load_state(self, state: str) -> None:
         """Goes to where `state` was taken."""
         loaded = json.loads(state)
         self._credits = loaded["credits"]
+        self._left_out = {tier: state for tier, state in loaded["tiers"].items() if tier not in self._tiers}
         for tier, stream in self._tiers.items():
             if tier in loaded["tiers"]:
                 stream.load_state(loaded["tiers"][tier])

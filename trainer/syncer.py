@@ -102,6 +102,7 @@ class Syncer:
             self._load_fragment(number, names) for number, (names, _) in enumerate(initial_fragments(run))
         ]
         self._complete_tape()
+        self._complete_checkpoint()
 
     def serve(self) -> float:
         """Merges until every island has finished and all that they sent is in.
@@ -303,6 +304,17 @@ class Syncer:
         for description in sorted(missing, key=lambda d: d["merge"]):
             self._append_merge(description)
 
+    def _complete_checkpoint(self) -> None:
+        """Commits the global checkpoint that a dead syncer owed after its last merge."""
+        recorded = open_table(self.run.store, "checkpoints").transaction_version(self._checkpoints) or 0
+        inherited = self.run.branch.merge if self.run.branch is not None else 0
+        if self.merge > max(recorded, inherited) and self.merge % len(self.fragments) == 0:
+            self._checkpoint(final=False)
+
+    @property
+    def _checkpoints(self) -> str:
+        return f"checkpoint/{self.run.name}/global"
+
     @property
     def _tape(self) -> str:
         return f"merge/{self.run.name}"
@@ -378,7 +390,7 @@ class Syncer:
             **counters,
         }
         # The last checkpoint may fall on a merge that has one already: its sequence number is taken, and that's right.
-        append(self.run.store, "checkpoints", [row], writer=f"checkpoint/{self.run.name}/global", sequence=self.merge)
+        append(self.run.store, "checkpoints", [row], writer=self._checkpoints, sequence=self.merge)
         self.emit({"state": "finished" if final else "checkpointed", "merge": self.merge, "holdout_loss": loss})
         return loss
 

@@ -77,6 +77,13 @@ def _events(run: Run, kind: str) -> list[dict[str, Any]]:
     return [row | {"detail": json.loads(row["detail"])} for row in rows]
 
 
+def _feedback(run: Run, island: int) -> list[dict[str, Any]]:
+    return Catalog(run.store).rows(
+        "SELECT * EXCLUDE (run, step_time_s, written_at) FROM feedback WHERE run = ? AND island = ? ORDER BY sequence",
+        [run.name, island],
+    )
+
+
 def _spans(run: Run, island: int) -> list[dict[str, Any]]:
     return Catalog(run.store).rows(_SPANS, [run.name, island])
 
@@ -196,6 +203,7 @@ def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
     island.train()
     assert _spans(broken, 0) == _spans(whole, 0)
     assert _counters(_last(broken, 0)) == _counters(_last(whole, 0)) == _recorded(broken, 0)
+    assert _feedback(broken, 0) == _feedback(whole, 0)
     ours, theirs = (unpack(run.store.get(_last(run, 0)["object"]), name="o")[0] for run in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -249,6 +257,41 @@ def test_a_new_syncer_records_the_merge_that_a_dead_one_made(
         (1, 1, 2),
     ]
     _check_whole_ledger(run)
+
+
+def test_a_new_syncer_commits_the_global_checkpoint_that_a_dead_one_owed(
+    unmerged_run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = unmerged_run
+
+    def die(self: Syncer, *, final: bool) -> float:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Syncer, "_checkpoint", die)
+        with pytest.raises(Killed):
+            Syncer(run, emit=silent).serve()
+    assert _events(run, "merge")[-1]["detail"]["merge"] == run.config.num_fragments
+    Syncer(run, emit=silent)
+    Syncer(run, emit=silent)
+    assert [row["clock"] for row in _checkpoints(run) if row["island"] == GLOBAL] == [[1, 1]]
+
+
+def test_an_island_gives_up_the_object_that_a_dead_incarnation_had_no_time_to(
+    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(tiny_store, "r", num_islands=1)
+
+    def die(self: Store, path: str) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "delete", die)
+        with pytest.raises(Killed):
+            train_alone(run, 0)
+    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [True, True]
+    Island(run, 0, emit=silent)
+    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [False, True]
 
 
 def test_a_syncer_that_lost_the_race_takes_what_the_winner_made(unmerged_run: Run) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 
 import duckdb
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import fabricate
 
 from manifests.catalog import Catalog
 from manifests.errors import UserError
@@ -20,6 +19,7 @@ from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.strategies import ADAPTIVE, BUILT_IN, UNIFORM
 from manifests.tables import append
+from tiny import fabricate
 from trainer.strategies import TABLES_READ, decide
 
 STEP_CAP, WEIGHT_FLOOR = 0.25, 0.02
@@ -62,7 +62,9 @@ class Tables:
         """What an island would be told."""
         self.connection.execute("DELETE FROM feedback")
         if effectiveness is not None:
-            self.connection.execute("INSERT INTO feedback VALUES ('r', 0, 1, ?, ?, ?, ?)", [effectiveness[t] for t in TIERS])
+            self.connection.execute(
+                "INSERT INTO feedback VALUES ('r', 0, 1, ?, ?, ?, ?)", [effectiveness[t] for t in TIERS]
+            )
         parameters = {
             "run": "r", "island": 0, "sequence": 1, "strategy": strategy, "tier_version": 1, "pool": "p",
             "previous": [previous[tier] for tier in TIERS] if previous else [],
@@ -89,6 +91,7 @@ def test_uniform_takes_every_tier_by_the_size_of_its_newest_view(tables: Tables)
     assert tables.weights(UNIFORM) == pytest.approx({"S": 0.1, "A": 0.3, "B": 0.6, "C": 0.0})
 
 
+@settings(deadline=None)
 @given(weights=_WEIGHTS, effectiveness=_EFFECTIVENESS)
 def test_moved_weights_sum_to_one_and_zero_stays_zero(
     tables: Tables, weights: dict[str, float], effectiveness: dict[str, float | None]
@@ -98,6 +101,7 @@ def test_moved_weights_sum_to_one_and_zero_stays_zero(
     assert [tier for tier in TIERS if moved[tier] == 0] == [tier for tier in TIERS if weights[tier] == 0]
 
 
+@settings(deadline=None)
 @given(weights=_WEIGHTS, effectiveness=_EFFECTIVENESS)
 def test_a_weight_changes_by_no_more_than_the_cap_before_normalising(
     tables: Tables, weights: dict[str, float], effectiveness: dict[str, float | None]
@@ -109,6 +113,7 @@ def test_a_weight_changes_by_no_more_than_the_cap_before_normalising(
             assert weights[tier] / most - 1e-9 <= moved[tier] <= weights[tier] * most + 1e-9
 
 
+@settings(deadline=None, max_examples=50)
 @given(effectiveness=st.lists(_EFFECTIVENESS, min_size=1, max_size=20))
 def test_no_tier_falls_far_below_the_floor_however_bad_it_is(
     tables: Tables, effectiveness: list[dict[str, float | None]]
@@ -179,5 +184,5 @@ def test_a_decision_says_what_it_was_computed_from(store: Store) -> None:
 
 
 def test_an_unknown_strategy_is_refused_and_the_known_ones_are_named(store: Store) -> None:
-    with pytest.raises(UserError, match="bold.*aggressive, balanced"):
+    with pytest.raises(UserError, match=r"bold.*aggressive, balanced"):
         _decide(store, "bold")

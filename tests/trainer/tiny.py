@@ -74,8 +74,18 @@ def _telling_tokens(number: int, length: int) -> NDArray[Any]:
     return (number * PLACES + np.arange(length)).astype(U32)
 
 
-def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tiers: tuple[str, ...] = ()) -> None:
-    """Fills every table that a run reads: documents, tiers, tokenizer, pool, shards and views, committed as one job."""
+def fabricate(
+    store: Store,
+    *,
+    per_tier: int = 24,
+    per_shard: int = 6,
+    empty_tiers: tuple[str, ...] = (),
+    licenses: tuple[str, ...] = ("unknown",),
+) -> None:
+    """Fills every table that a run reads: documents, tiers, tokenizer, pool, shards and views, committed as one job.
+
+    The shards of a tier have the licences in turn.
+    """
     rng = np.random.default_rng(7)
     job = make_job(store, "fabricate", config={"per_tier": per_tier, "empty": empty_tiers}, inputs={})
     documents, tiers, places, index, views, view_shards = [], [], [], [], [], []
@@ -91,14 +101,15 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
             shard = put_shard(store, tokens)
             shards.append(shard)
             origin = "synthetic" if len(shards) % 2 else "real"
+            license_ = licenses[(len(shards) - 1) % len(licenses)]
             for position, (n, length) in enumerate(shard.documents.items()):
-                documents.append(_document(n, origin, "holdout" if tier == "holdout" else "train", job.id))
+                documents.append(_document(n, origin, license_, "holdout" if tier == "holdout" else "train", job.id))
                 places.append({"pool": "p", "shard": shard.name, "position": position, "doc_id": doc_id(n), "tokens": length, "job": job.id})  # fmt: skip
                 if tier != "holdout":
                     tiers.append({"tier_version": 1, "doc_id": doc_id(n), "tier": tier, "score": 1.0 / (n + 1), "method": "m", "job": job.id})  # fmt: skip
             index.append(
                 {
-                    "pool": "p", "shard": shard.name, "tier": tier, "corpus": "made up", "origin": origin, "license": "unknown", "access": "open", "entry": json.dumps(shard.entry),
+                    "pool": "p", "shard": shard.name, "tier": tier, "corpus": "made up", "origin": origin, "license": license_, "access": "open", "entry": json.dumps(shard.entry),
                     "documents": per_shard, "tokens": sum(shard.documents.values()), "raw_bytes": 1, "zip_bytes": 1,
                     "score_low": 0.0, "score_high": 1.0, "job": job.id,
                 }
@@ -124,9 +135,9 @@ def fabricate(store: Store, *, per_tier: int = 24, per_shard: int = 6, empty_tie
     job.commit({})
 
 
-def _document(number: int, origin: str, split: str, job: str) -> dict[str, Any]:
+def _document(number: int, origin: str, license_: str, split: str, job: str) -> dict[str, Any]:
     return {
-        "doc_id": doc_id(number), "corpus": f"c{number}", "origin": origin, "license": "unknown", "access": "open", "split": split,
+        "doc_id": doc_id(number), "corpus": f"c{number}", "origin": origin, "license": license_, "access": "open", "split": split,
         "text_bytes": 10, "source_uri": "made up", "source_row": number, "job": job,
     }  # fmt: skip
 

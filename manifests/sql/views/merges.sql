@@ -4,18 +4,27 @@
 CREATE VIEW merges AS
 SELECT
     run,
-    (detail::JSON ->> 'merge')::INTEGER AS merge,
+    merge,
     fragment,
     version,
-    (contribution ->> 'island')::INTEGER AS island,
-    unhex(contribution ->> 'checkpoint') AS checkpoint,
-    (contribution ->> 'base_version')::INTEGER AS base_version,
-    (contribution ->> 'tokens')::BIGINT AS tokens,
-    (contribution ->> 'steps')::BIGINT AS steps,
-    (contribution ->> 'weight')::DOUBLE AS weight,
+    sent.island,
+    unhex(sent.checkpoint) AS checkpoint,
+    sent.base_version,
+    sent.tokens,
+    sent.steps,
+    sent.weight,
     written_at
 FROM (
-    SELECT *, unnest((detail::JSON -> 'contributions')::JSON []) AS contribution
-    FROM events
-    WHERE kind = 'merge'
+    -- The detail of a merge is long: it is parsed once, not once for each outer gradient.
+    SELECT run, said.merge, fragment, version, unnest(said.contributions) AS sent, written_at
+    FROM (
+        SELECT *, from_json(detail, '{
+            "merge": "INTEGER",
+            "contributions": [{
+                "island": "INTEGER", "checkpoint": "VARCHAR", "base_version": "INTEGER", "tokens": "BIGINT", "steps": "BIGINT", "weight": "DOUBLE"
+            }]
+        }') AS said
+        FROM events
+        WHERE kind = 'merge'
+    )
 );
