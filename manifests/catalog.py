@@ -19,14 +19,17 @@ import duckdb
 import pyarrow as pa
 
 from manifests.cut import At, pin
-from manifests.errors import Failure, UserError
+from manifests.errors import Failure, ObjectMissing, UserError
+from manifests.guard import require_guarded
 from manifests.policy import Rights
-from manifests.questions import MACROS, VIEWS, question
+from manifests.questions import MACROS, VIEWS, statement
 from manifests.schemas import TABLES, TableSpec
+from manifests.statements import require_reading
 from manifests.store import Store, first_line
 from manifests.tables import created_version
 
-_READING = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+_OF_FILES = (duckdb.IOException, duckdb.InvalidInputException)
+"""Errors that are a file's fault where they name one."""
 _COUNTS = {
     None: "",
     "job": " WHERE job IN (SELECT job FROM raw.jobs)",
@@ -71,6 +74,7 @@ class Catalog:
             Failure: a table's log is damaged.
         """
         self.store = store
+        self._at_a_point = at is not None
         self._rights = rights if rights is not None and not rights.everything else None
         self._tables = pin(store, TABLES if tables is None else self._with_needed(tables), at)
         self.versions: dict[str, int] = {
@@ -92,7 +96,16 @@ class Catalog:
             self.connection.execute("SET memory_limit = ?", [memory_limit])
         self.connection.execute("SET allowed_paths = ?", [sorted(p for paths in self._local.values() for p in paths)])
         self.connection.execute("SET enable_external_access = false")
+        self.connection.execute("SET autoinstall_known_extensions = false")
+        self.connection.execute("SET autoload_known_extensions = false")
+        if self._rights is not None:
+            self.connection.execute("SET python_enable_replacements = false")
         self.connection.execute("SET lock_configuration = true")
+
+    @property
+    def rights(self) -> Rights | None:
+        """What the asker may read; None: everything."""
+        return self._rights
 
     def query(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> pa.Table:
         """Answers a query as an Arrow table.
@@ -102,20 +115,14 @@ class Catalog:
             Failure: a data file is missing or damaged.
         """
         try:
-            statements = self.connection.extract_statements(sql)
-            if len(statements) != 1:
-                raise UserError(f"SQL: one query at a time, this is {len(statements)}; run them one by one")
-            # A pinned file may be read, so COPY could also write it: only what reads is let through.
-            if statements[0].type not in _READING:
-                raise UserError(
-                    f"SQL: {statements[0].type.name} is not a query; the store is read-only here, use SELECT"
-                )
+            require_reading(self.connection, sql)
             if self._rights is not None:
-                self._refuse_files(sql)
+                told = self.connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
+                require_guarded(json.loads(told[0][0]), macros=MACROS)
             self.prepare(sql)
             return self.connection.sql(sql, params=parameters).to_arrow_table()
         except duckdb.Error as e:
-            raise self._explain(e) from e
+            raise self._explain(e, sql) from e
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Answers a query as a list of dicts."""
@@ -123,7 +130,12 @@ class Catalog:
 
     def ask(self, name: str, **parameters: Any) -> pa.Table:
         """Answers a question whose SQL stands under `manifests/sql/`; see questions.py."""
-        return self.query(question(name), parameters or None)
+        sql, values = statement(name, parameters)
+        return self.query(sql, values or None)
+
+    def files(self, table: str) -> list[str]:
+        """The data files of a table at this cut, on this machine; a remote store's may not have been fetched yet."""
+        return list(self._local[table])
 
     def prepare(self, sql: str | None = None) -> None:
         """Makes the views that a query names, and fetches their files; None: all of them.
@@ -134,8 +146,18 @@ class Catalog:
         words = _words(sql) if sql is not None else _LISTING
         for name in self._objects():
             if words & _LISTING or name in words:
-                for statement in self._definitions_of(name, self._ready):
-                    self.connection.execute(statement)
+                ready = set(self._ready)
+                statements = self._definitions_of(name, ready)
+                # All or none, so that a query which fails on a damaged file fails the same way the next time.
+                self.connection.begin()
+                try:
+                    for statement in statements:
+                        self.connection.execute(statement)
+                except duckdb.Error as e:
+                    self.connection.rollback()
+                    raise self._damage(e, f"table {name} of {self.store.uri}") from e
+                self.connection.commit()
+                self._ready = ready
 
     def definitions(self) -> list[str]:
         """SQL that makes the same views over the same files in another DuckDB database, in order."""
@@ -183,6 +205,11 @@ class Catalog:
         return [*before, self._raw_view(TABLES[name]), self._counting_view(TABLES[name])]
 
     def _raw_view(self, spec: TableSpec) -> str:
+        allowed = f" WHERE {condition}" if (condition := self._allowed(spec)) else ""
+        return f"CREATE VIEW raw.{spec.name} AS SELECT * FROM ({self._rows_of(spec)}){allowed}"
+
+    def _rows_of(self, spec: TableSpec) -> str:
+        """A query for all rows of a table."""
         table = self._tables[spec.name]
         present = {field.name for field in table.schema().fields} if table is not None else set()
         empty = not self._local[spec.name]
@@ -193,20 +220,25 @@ class Catalog:
             for field in spec.schema
         )
         if empty:
-            return f"CREATE VIEW raw.{spec.name} AS SELECT {columns} WHERE false"
+            return f"SELECT {columns} WHERE false"
         options = ""
-        if table is not None and created_version(table) < spec.version:
+        grown = table is not None and created_version(table) < spec.version
+        if grown:
             options += ", union_by_name = true"  # the oldest files lack the newest columns
         if spec.partition_by:
             types = ", ".join(f"'{c}': {_duckdb_type(spec.schema.field(c).type)}" for c in spec.partition_by)
             options += f", hive_partitioning = true, hive_types = {{{types}}}"
         listed = ", ".join(_quoted(path) for path in self._local[spec.name])
-        allowed = f" WHERE {condition}" if (condition := self._allowed(spec)) else ""
-        return f"CREATE VIEW raw.{spec.name} AS SELECT {columns} FROM read_parquet([{listed}]{options}){allowed}"
+        source = f"read_parquet([{listed}]{options})"
+        if grown:
+            # Perhaps no file has the newest columns yet.
+            nulls = ", ".join(f'NULL::{_duckdb_type(f.type)} AS "{f.name}"' for f in spec.schema if f.nullable)
+            source = f"(SELECT * FROM {source} UNION ALL BY NAME SELECT {nulls} WHERE false)"
+        return f"SELECT {columns} FROM {source}"
 
     def _allowed(self, spec: TableSpec) -> str | None:
         """The condition on a table's rows that the asker's rights make."""
-        if self._rights is None or spec.name == "tombstones":
+        if self._rights is None:
             return None
         if "license" in spec.schema.names and "access" in spec.schema.names:
             return self._rights.condition
@@ -219,7 +251,10 @@ class Catalog:
     def _counting_view(self, spec: TableSpec) -> str:
         counts = _COUNTS[spec.counts_with]
         if spec.name == "documents":
-            forgotten = "SELECT doc_id FROM raw.tombstones WHERE job IN (SELECT job FROM raw.jobs)"
+            # From the file: a tombstone hides its document also where the asker may not see the tombstone.
+            forgotten = (
+                f"SELECT doc_id FROM ({self._rows_of(TABLES['tombstones'])}) WHERE job IN (SELECT job FROM raw.jobs)"
+            )
             return f"CREATE VIEW documents AS SELECT * FROM raw.documents{counts} AND doc_id NOT IN ({forgotten})"
         if spec.name == "consumption":
             # One row for each place, so that DuckDB drops the join from queries that don't ask for doc_id.
@@ -236,22 +271,6 @@ class Catalog:
                 f" QUALIFY row_number() OVER (PARTITION BY {', '.join(spec.newest_by)} ORDER BY written_at DESC) = 1"
             )
         return f"CREATE VIEW {spec.name} AS SELECT * FROM raw.{spec.name}{counts}{newest}"
-
-    def _refuse_files(self, sql: str) -> None:
-        """Files are read through the views only, or the asker's rights would be passed by."""
-        parsed = self.connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchone()
-        tree = json.loads(parsed[0]) if parsed is not None else {}
-        for node in _nodes(tree):
-            function = node.get("function") if node.get("type") == "TABLE_FUNCTION" else None
-            name = (
-                str(function.get("function_name", ""))
-                if isinstance(function, dict)
-                else str(node.get("table_name", ""))
-            )
-            if re.search(r"read_|scan|glob|parquet_|/|\.parquet", name.lower()):
-                raise UserError(
-                    f"SQL: {name!r} reads a file; with a policy in force, tables are read through their views"
-                )
 
     def _paths(self, name: str) -> list[str]:
         table = self._tables[name]
@@ -273,19 +292,39 @@ class Catalog:
             list(pool.map(lambda path: self._fetch_file(name, path), missing))
 
     def _fetch_file(self, table: str, path: str) -> None:
-        write_whole(self._local_path(table, path), self.store.get(f"tables/{table}/{path}"))
+        object_ = f"tables/{table}/{path}"
+        try:
+            write_whole(self._local_path(table, path), self.store.get(object_))
+        except ObjectMissing as e:
+            raise Failure(f"data file {self.store.uri}/{object_} is missing; {self._lost_file_mend()}") from e
 
-    def _explain(self, error: duckdb.Error) -> UserError | Failure:
-        text = first_line(error)
-        named = next((p for paths in self._local.values() for p in paths if p in str(error)), None)
-        if named is not None and "Permission Error" not in text:
-            mend = (
-                "delete it, it is fetched again"
-                if not self.store.is_local
-                else "restore it from a backup, or ask with --at"
-            )
-            return Failure(f"data file {named} is missing or damaged: {text}; {mend}")
-        return UserError(f"SQL: {text}")
+    def _explain(self, error: duckdb.Error, sql: str) -> UserError | Failure:
+        path = self._named(error)
+        missing = path is not None and not path.is_file()
+        # DuckDB has no class of error for a file whose Parquet it can't decode, and then names no file.
+        if missing or type(error) is duckdb.Error or (path is not None and isinstance(error, _OF_FILES)):
+            named = ", ".join(name for name in self._tables if name in _words(sql))
+            return self._damage(error, f"a table that the query reads ({named}) of {self.store.uri}")
+        return UserError(f"SQL: {first_line(error)}")
+
+    def _damage(self, error: duckdb.Error, what: str) -> Failure:
+        path = self._named(error)
+        if path is None:
+            return Failure(f"{what} is damaged: {first_line(error)}; `atoll tables check --deep` finds the file")
+        text = f"is damaged: {first_line(error)}" if path.is_file() else "is missing"
+        mend = self._lost_file_mend() if self.store.is_local else "delete it, it is fetched again"
+        return Failure(f"data file {path} {text}; {mend}")
+
+    def _lost_file_mend(self) -> str:
+        if self._at_a_point:
+            return "if `atoll tables vacuum` deleted it, look from another point, else restore it from a backup"
+        return "restore it from a backup"
+
+    def _named(self, error: duckdb.Error) -> Path | None:
+        """The data file that an error names."""
+        text = str(error)
+        named = [path for paths in self._local.values() for path in paths if path in text]
+        return Path(min(named, key=text.index)) if named else None
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -298,16 +337,6 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def _words(sql: str) -> frozenset[str]:
     return frozenset(re.findall(r"\w+", sql.lower()))
-
-
-def _nodes(tree: Any) -> Iterable[dict[str, Any]]:
-    if isinstance(tree, dict):
-        yield tree
-        for value in tree.values():
-            yield from _nodes(value)
-    elif isinstance(tree, list):
-        for value in tree:
-            yield from _nodes(value)
 
 
 def _quoted(text: str) -> str:

@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from manifests.errors import UserError
+from manifests.log import commit_times
 from manifests.schemas import TABLES
 from manifests.store import Store
 from manifests.tables import find_table, read_marker_tables, table_error
@@ -80,18 +81,18 @@ def parse_at(text: str) -> At:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def commit_times(table: DeltaTable) -> dict[int, datetime]:
-    """When each version was committed, by its writer's clock."""
-    return {
-        int(entry["version"]): datetime.fromtimestamp(entry.get("timestamp", 0) / 1000, UTC)
-        for entry in table.history()
-    }
-
-
 def version_at(name: str, times: Mapping[int, datetime], moment: datetime) -> int | None:
     """The version of a table in the cut at a moment, by the times of its commits; None: it didn't exist yet."""
-    if name not in _PARENTS:
-        return max((version for version, time in times.items() if time <= moment), default=None)
+    return all_before(times, moment) if name in _PARENTS else last_before(times, moment)
+
+
+def last_before(times: Mapping[int, datetime], moment: datetime) -> int | None:
+    """The last version that was committed up to a moment, by its writer's clock."""
+    return max((version for version, time in times.items() if time <= moment), default=None)
+
+
+def all_before(times: Mapping[int, datetime], moment: datetime) -> int | None:
+    """The last version that was committed up to a moment like all versions before it, by their writers' clocks."""
     found = None
     for version in sorted(times):
         if times[version] > moment:
@@ -113,10 +114,7 @@ def _table_at(store: Store, name: str, moment: datetime) -> DeltaTable | None:
     table = find_table(store, name)
     if table is None:
         return None
-    try:
-        version = version_at(name, commit_times(table), moment)
-    except (DeltaError, OSError) as e:
-        raise table_error(store, name, e) from e
+    version = version_at(name, commit_times(store, name, table.version()), moment)
     if version is None:
         if name in read_marker_tables(store):
             raise UserError(f"{store.uri} didn't exist yet at {moment.isoformat()}; see `atoll tables history jobs`")
@@ -135,7 +133,7 @@ def _committed_at(store: Store, checkpoint: bytes) -> datetime:
     # The row carries the time before its commit, by the same clock, cut to whole milliseconds in the log.
     written = rows[0]["written_at"] - timedelta(milliseconds=1)
     latest = datetime.min.replace(tzinfo=UTC)
-    for version, moment in sorted(commit_times(table).items()):
+    for version, moment in sorted(commit_times(store, "checkpoints", table.version()).items()):
         latest = max(latest, moment)
         if moment >= written and _checkpoint_rows(store, checkpoint, version=version):
             break

@@ -265,7 +265,9 @@ _SPECS = [
             _field("zip_bytes", pa.int64(), "size in the pool", unit="bytes"),
             _field("score_low", pa.float64(), "lowest score of the band when it was written"),
             _field("score_high", pa.float64(), "highest score of the band when it was written"),
-            _field("replaces", _TEXT, "shard that this one was written in the place of, to forget documents", null=True),
+            _field(
+                "replaces", _TEXT, "shard that this one was written in the place of, to forget documents", null=True
+            ),
             _JOB,
         ],
         "job",

@@ -7,6 +7,7 @@ Objects are written once and whole. `put_new` is the only way to write: it takes
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -109,23 +110,27 @@ class Store:
     def put_new(self, path: str, data: bytes) -> None:
         """Writes an object whole under a name that nobody has taken.
 
+        A name that holds the very same bytes counts as ours: where a reply is lost, the request is sent again and meets its own object. So
+        whoever claims something by a name must put in it what no other claimant would.
+
         Raises:
             ObjectTaken: the name is taken; the object there is untouched.
             StoreUnreachable: the store failed; whether the object exists now is unknown.
         """
-        try:
-            obstore.put(self.objects, path, data, mode="create", use_multipart=False)
-        except obstore.exceptions.AlreadyExistsError as e:
-            raise ObjectTaken(f"{self.uri}/{path} exists already") from e
-        except _STORE_ERRORS as e:
-            raise self._explain(e, path) from e
+        if not self._create(path, data) and self.get(path) != data:
+            raise ObjectTaken(f"{self.uri}/{path} exists already")
 
     def put_content(self, path: str, data: bytes) -> bool:
         """Writes an object whose name is its content's hash. True: written now; False: it lay there already."""
+        return self._create(path, data)
+
+    def _create(self, path: str, data: bytes) -> bool:
         try:
-            self.put_new(path, data)
-        except ObjectTaken:
+            obstore.put(self.objects, path, data, mode="create", use_multipart=False)
+        except obstore.exceptions.AlreadyExistsError:
             return False
+        except _STORE_ERRORS as e:
+            raise self._explain(e, path) from e
         return True
 
     def get(self, path: str) -> bytes:
@@ -189,7 +194,7 @@ class Store:
             return UserError(f"{where}: access denied; check the credentials (AWS_ACCESS_KEY_ID and its like)")
         if isinstance(error, OSError | PermissionError):
             return Failure(f"{where}: {error.strerror or error}")
-        return StoreUnreachable(f"{where}: {first_line(error)}")
+        return StoreUnreachable(f"{where}: {_without_password(first_line(error))}")
 
 
 _STORE_ERRORS = (obstore.exceptions.BaseError, OSError)
@@ -201,6 +206,11 @@ def _endpoint() -> str:
 
 def _region() -> str:
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+
+
+def _without_password(text: str) -> str:
+    """An address in an error may carry the credentials of a proxy or an endpoint."""
+    return re.sub(r"(://)[^/@\s]+@", r"\1", text)
 
 
 def first_line(error: Exception) -> str:

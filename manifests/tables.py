@@ -25,10 +25,15 @@ from manifests.schemas import SCHEMA_VERSION, TABLES, TableSpec
 from manifests.store import MARKER, Store, first_line
 from manifests.strategies import BUILT_IN
 
+ZSTD_LEVEL = 3
 _ATTEMPTS = 30
 _COMMIT_RETRIES = 15
 _VERSION = "atoll.schema_version"
 _CREATED = "atoll.created_version"
+_READER_VERSION = 1
+"""Of Delta's protocol. Higher ones have features (deletion vectors, column mapping) without which data files are misread."""
+_LONGEST_TEXT = 200
+"""Characters of a delta-rs error that are passed on: some hold a whole listing."""
 _CONFIGURATION = {
     # Delta's defaults throw away the log after 30 days; a month of training must stay open to time travel.
     "delta.enableExpiredLogCleanup": "false",
@@ -64,7 +69,7 @@ def open_store(uri: str) -> Store:
         Failure: its marker is damaged.
     """
     store = Store(uri)
-    version = read_marker(store).get("schema_version", 0)
+    version = read_marker(store)["schema_version"]
     if version > SCHEMA_VERSION:
         raise UserError(f"{store.uri} is of schema {version}, this Atoll reads up to {SCHEMA_VERSION}; update Atoll")
     if version < SCHEMA_VERSION:
@@ -82,10 +87,10 @@ def read_marker(store: Store) -> dict[str, Any]:
     except ObjectMissing as e:
         raise UserError(f"no Atoll store at {store.uri}; `atoll ingest` makes one, or name another with --store") from e
     except ValueError as e:
-        raise Failure(
-            f'{store.uri}/{MARKER} is damaged: {e}; write it again as {{"schema_version": {SCHEMA_VERSION}}}'
-        ) from e
-    return dict(marker) if isinstance(marker, dict) else {}
+        raise _marker_error(store, str(e)) from e
+    if not isinstance(marker, dict) or not isinstance(marker.get("schema_version"), int):
+        raise _marker_error(store, "it names no schema version")
+    return marker
 
 
 def open_table(store: Store, name: str, *, version: int | None = None) -> DeltaTable:
@@ -108,13 +113,19 @@ def find_table(store: Store, name: str, *, version: int | None = None) -> DeltaT
         table = DeltaTable(uri, version=version, storage_options=store.table_options)
     except TableNotFoundError as e:
         if version is not None:
-            raise UserError(f"table {name} of {store.uri} has no version {version}; see `atoll tables history`") from e
+            raise _no_version(store, name, version) from e
         if name in read_marker_tables(store):
             raise Failure(
                 f"table {name} of {store.uri} is gone: {uri}/_delta_log has no commit; restore the folder from a backup"
             ) from e
         return None
+    except OverflowError as e:
+        assert version is not None
+        raise _no_version(store, name, version) from e
     except (DeltaError, OSError) as e:
+        # delta-rs has no error of its own for a version that is yet to come.
+        if version is not None and (newest := find_table(store, name)) is not None and version > newest.version():
+            raise _no_version(store, name, version) from e
         raise table_error(store, name, e) from e
     _check_schema(store, TABLES[name], table)
     return table
@@ -194,10 +205,18 @@ def to_table(name: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:
 
 def read(store: Store, name: str, *, columns: list[str] | None = None, version: int | None = None) -> pa.Table:
     """A table whole, with rows that don't count yet; for what counts, ask the catalog."""
+    schema = TABLES[name].schema
+    wanted = columns or schema.names
+    table = open_table(store, name, version=version)
+    present = {field.name for field in table.schema().fields}
     try:
-        return open_table(store, name, version=version).to_pyarrow_table(columns=columns)
-    except (DeltaError, OSError) as e:
+        data = table.to_pyarrow_table(columns=[column for column in wanted if column in present])
+    except (DeltaError, OSError, pa.ArrowException) as e:
         raise table_error(store, name, e) from e
+    for column in wanted:
+        if column not in present:  # it came later
+            data = data.append_column(schema.field(column), pa.nulls(data.num_rows, schema.field(column).type))
+    return data.select(wanted)
 
 
 def writer_properties(spec: TableSpec) -> WriterProperties:
@@ -206,24 +225,34 @@ def writer_properties(spec: TableSpec) -> WriterProperties:
         column: ColumnProperties(dictionary_enabled=False, encoding=encoding)
         for column, encoding in spec.encodings.items()
     }
-    return WriterProperties(compression="ZSTD", compression_level=3, column_properties=columns or None)
+    return WriterProperties(compression="ZSTD", compression_level=ZSTD_LEVEL, column_properties=columns or None)
 
 
 def table_error(store: Store, name: str, error: Exception) -> AtollError:
     """What a delta-rs error means: an unreachable store, or a damaged table."""
     where = f"table {name} of {store.uri}"
     text = first_line(error)
+    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
     if isinstance(error, OSError) and not store.is_local:
         return StoreUnreachable(f"{where}: {text}")
     if not store.is_local and any(sign in text.lower() for sign in _NETWORK_SIGNS):
         return StoreUnreachable(f"{where}: {text}")
     return Failure(
         f"{where} is damaged: {text}; restore {store.table_uri(f'tables/{name}')} from a backup, "
-        "or read an older version with --at"
+        f"or look at an older version with --at {name}=VERSION"
     )
 
 
 _NETWORK_SIGNS = ("error sending request", "connection", "timed out", "timeout", "access denied", "forbidden", "dns")
+
+
+def _no_version(store: Store, name: str, version: int) -> UserError:
+    return UserError(f"table {name} of {store.uri} has no version {version}; see `atoll tables history {name}`")
+
+
+def _marker_error(store: Store, text: str) -> Failure:
+    mend = json.dumps({"schema_version": SCHEMA_VERSION})
+    return Failure(f"{store.uri}/{MARKER} is damaged: {text}; write it again as {mend}")
 
 
 def _check_schema(store: Store, spec: TableSpec, table: DeltaTable) -> None:
@@ -232,6 +261,10 @@ def _check_schema(store: Store, spec: TableSpec, table: DeltaTable) -> None:
     if version is None:
         raise UserError(
             f"{where} was not made by Atoll: a foreign table lies in {store.table_uri(f'tables/{spec.name}')}; move it away"
+        )
+    if table.protocol().min_reader_version > _READER_VERSION:
+        raise UserError(
+            f"{where} was given features of Delta by another program that Atoll doesn't read; take them back there"
         )
     if int(version) > spec.version:
         raise UserError(f"{where} is of schema {version}, this Atoll reads up to {spec.version}; update Atoll")

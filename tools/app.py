@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+import typer.core
 
-from tools.output import Format
+from tools.output import Format, parse_format
 
 if TYPE_CHECKING:
     from manifests.catalog import Catalog
@@ -16,8 +18,19 @@ DATA, TRAIN = "Data: from text to tiers and shards", "Training: islands and roll
 ASK, KEEP = "Asking: SQL and reports", "Keeping: tables, policy, erasure"
 DEFAULT_STORE = "atoll-store"
 
+
+class InOrder(typer.core.TyperGroup):
+    """Lists the commands as the work goes, whichever module added them first."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Names of the commands, panel by panel."""
+        panels = {name: getattr(command, "rich_help_panel", None) for name, command in self.commands.items()}
+        return sorted(super().list_commands(ctx), key=lambda name: (DATA, TRAIN, ASK, KEEP).index(panels[name]))
+
+
 app = typer.Typer(
     name="atoll",
+    cls=InOrder,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -32,13 +45,21 @@ StoreOption = Annotated[
     ),
 ]
 RunOption = Annotated[str, typer.Option("--run", help="Name of the run.")]
-FormatOption = Annotated[Format, typer.Option("--format", "-f", help="How the answer is printed.")]
+FormatOption = Annotated[
+    Format,
+    typer.Option("--format", parser=parse_format, metavar="|".join(Format), help="How the answer is printed."),
+]
 AtOption = Annotated[
     str | None,
     typer.Option(
         "--at",
+        metavar="POINT",
         help="Look from a time (2026-01-31T12:00), from a checkpoint (its id in hex), or at TABLE=VERSION,…; now by default.",
     ),
+]
+
+OutOption = Annotated[
+    Path | None, typer.Option("--out", help="File for the answer, in any format; it appears whole or not at all.")
 ]
 
 

@@ -122,6 +122,7 @@ def tokenizer(
     Example: atoll tokenizer --vocab-size 4096
     """
     from manifests.catalog import Catalog
+    from manifests.editions import rights_of
     from pipeline.tokenizer import adopt_tokenizer, train_tokenizer
     from tools.progress import progress_report
 
@@ -130,7 +131,8 @@ def tokenizer(
         identity = adopt_tokenizer(its_store, adopt)
     else:
         with progress_report() as report:
-            identity = train_tokenizer(its_store, Catalog(its_store), vocab_size=vocab_size, report=report)
+            catalog = Catalog(its_store, rights=rights_of(its_store, "job:tokenizer"))
+            identity = train_tokenizer(its_store, catalog, vocab_size=vocab_size, report=report)
     print(identity)
 
 
@@ -380,21 +382,6 @@ def rollback_apply(
     STDERR.print(f"branch: run {branch.name}")
     if not no_train:
         _launch(its_store, branch.name)
-
-
-@app.command(rich_help_panel=ASK)
-def sql(
-    query: Annotated[str, typer.Argument(help="One query; the tables are those of `show tables`.")],
-    store: StoreOption = DEFAULT_STORE,
-    format_: FormatOption = Format.table,
-) -> None:
-    """Answer a query over the store's tables. Read-only.
-
-    Example: atoll sql "select tier, count(distinct doc_id), sum(tokens) from consumption group by tier"
-    """
-    from manifests.catalog import Catalog
-
-    print_answer(Catalog(opened(store)).query(query), format_)
 
 
 @app.command(rich_help_panel=ASK)

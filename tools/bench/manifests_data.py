@@ -35,12 +35,14 @@ KINDS = (
     ("wikipedia", "real", None, None, "CC-BY-SA-4.0", "public"),
     ("code", "real", None, None, "MIT", "public"),
     ("code", "real", None, None, "GPL-3.0", "internal"),
-    ("forum", "real", None, None, "unknown", "public"),
+    ("forum", "real", None, None, "CC-BY-4.0", "public"),
     ("finephrase", "synthetic", "SmolLM2-1.7B-Instruct", "faq", "odc-by", "public"),
     ("finephrase", "synthetic", "SmolLM2-1.7B-Instruct", "math", "odc-by", "public"),
     ("finephrase", "synthetic", "SmolLM2-1.7B-Instruct", "table", "odc-by", "public"),
     ("finephrase", "synthetic", "SmolLM2-1.7B-Instruct", "tutorial", "odc-by", "public"),
 )
+RARE_KIND, RARE_SHARDS = 3, 4
+"""What slipped in and shouldn't have: a licence that few shards carry."""
 _KIND = ("corpus", "origin", "generator", "prompt", "license", "access")
 _PART_SHARDS = 250
 _STEP_SEQUENCES = 256
@@ -73,6 +75,7 @@ class LongRun:
         self.names = [xxhash.xxh3_128_hexdigest(f"{seed}/{n}".encode()) for n in range(size.shards)]
         self.tier_of = np.arange(size.shards) * len(TIERS) // size.shards
         self.kind_of = self.rng.choice(len(KINDS), size.shards, p=_kind_shares())
+        self.kind_of[self.rng.choice(size.shards, RARE_SHARDS, replace=False)] = RARE_KIND
         lengths = self.rng.lognormal(6.3, 0.8, (size.shards, size.documents_per_shard))
         self.lengths = np.clip(lengths, 16, 30_000).astype(np.int32)
         self.append_rates: list[float] = []
@@ -232,20 +235,17 @@ class _IslandStream:
         rows_per_sequence = 1 + SEQ_LEN / float(self._run.lengths.mean())
         steps = max(1, round(num_rows / rows_per_sequence / _STEP_SEQUENCES))
         num_sequences = steps * _STEP_SEQUENCES
-        parts = []
-        places = np.argsort(
-            np.concatenate([_spread(int(round(w * num_sequences))) for w in MIXES[self._island]]), kind="stable"
+        borders = np.round(np.cumsum((0.0, *MIXES[self._island])) * num_sequences).astype(int)
+        counts = np.diff(borders)
+        slots = np.empty(num_sequences, dtype=np.int64)
+        slots[np.argsort(np.concatenate([_spread(count) for count in counts]), kind="stable")] = np.arange(
+            num_sequences
         )
-        slots = np.empty(len(places), dtype=np.int64)
-        slots[places] = np.arange(len(places))
-        first = 0
-        for tier, weight in enumerate(MIXES[self._island]):
-            count = int(round(weight * num_sequences))
-            if count:
-                shard, position, start, tokens, offset = self._cut(tier, count * SEQ_LEN)
-                place = slots[first + offset // SEQ_LEN] * SEQ_LEN + offset % SEQ_LEN
-                parts.append(np.stack([place, shard, position, start, tokens, np.full(len(shard), tier)]))
-            first += count
+        parts = []
+        for tier in np.flatnonzero(counts):
+            shard, position, start, tokens, offset = self._cut(tier, int(counts[tier]) * SEQ_LEN)
+            place = slots[borders[tier] + offset // SEQ_LEN] * SEQ_LEN + offset % SEQ_LEN
+            parts.append(np.stack([place, shard, position, start, tokens, np.full(len(shard), tier)]))
         spans = np.concatenate(parts, axis=1)
         spans = spans[:, np.argsort(spans[0], kind="stable")]
         table = self._rows(spans, round_)
@@ -296,14 +296,15 @@ class _IslandStream:
 
 
 def _documents(run: LongRun, island: int, tier: int) -> Iterator[npt.NDArray[np.int64]]:
-    """A tier's documents (shard, position, 0, tokens) in an island's order, some thousands at a time, pass after pass."""
+    """A tier's documents (shard, position, 0, tokens) in an island's order, a window at a time, pass after pass."""
     members = np.flatnonzero(run.tier_of == tier)
     number = 0
     while True:
         order = TierOrder([run.size.documents_per_shard] * len(members), key=f"bench/{island}/{tier}/{number}")
-        for first in range(0, order.num_documents, 4_000):
-            places = [order.locate(i) for i in range(first, min(first + 4_000, order.num_documents))]
-            local, position = np.asarray(places, dtype=np.int64).T
+        first = 0
+        while first < order.num_documents:
+            _, local, position = order.window(first)
+            first += len(local)
             shard = members[local]
             yield np.stack([shard, position, np.zeros_like(shard), run.lengths[shard, position].astype(np.int64)])
         number += 1
@@ -325,7 +326,7 @@ def _checkpoint(island: int, round_: int, clock: list[int], *, step: int) -> dic
 
 
 def _kind_shares() -> npt.NDArray[np.float64]:
-    shares = np.asarray([6, 1, 1, 0.3, 0.5, 1, 1, 1, 1])
+    shares = np.asarray([6, 1, 1, 0, 0.5, 1, 1, 1, 1])
     return shares / shares.sum()
 
 
