@@ -9,12 +9,11 @@ from functools import partial
 from itertools import groupby
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from manifests.catalog import Catalog
 from manifests.errors import AtollError, Failure, StoreUnreachable
 from manifests.jobs import Report, report_nothing
-from manifests.log import DataFile, live_files, read_log
+from manifests.log import DataFile, live_files, open_parquet, read_log
 from manifests.schemas import TABLES
 from manifests.store import Store, first_line
 
@@ -94,7 +93,7 @@ def _check_file(store: Store, name: str, sizes: dict[str, int], file: DataFile, 
     if not store.is_local and not deep:
         return None
     try:
-        parquet = pq.ParquetFile(store.root / path if store.is_local else pa.BufferReader(store.get(path)))
+        parquet = open_parquet(store, name, file)
         rows = parquet.metadata.num_rows
         if deep:
             rows = sum(batch.num_rows for batch in parquet.iter_batches())

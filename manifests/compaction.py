@@ -22,13 +22,14 @@ import pyarrow.parquet as pq
 
 from manifests.errors import Failure, ObjectMissing, ObjectTaken, StoreUnreachable
 from manifests.jobs import code_version
-from manifests.log import DataFile, live_files, read_commit, read_log, write_commit
+from manifests.log import DataFile, live_files, open_parquet, read_commit, read_log, write_commit
 from manifests.schemas import TABLES, TableSpec
 from manifests.store import Store, first_line
 from manifests.tables import ZSTD_LEVEL, open_table
 
 _ATTEMPTS = 20
 _BATCH_ROWS = 65_536
+_ROW_GROUP_ROWS = 1 << 20
 
 
 class _Overtaken(Exception):
@@ -92,8 +93,8 @@ def _merge(store: Store, name: str, files: Sequence[DataFile]) -> dict[str, Any]
     url = str(PurePosixPath(files[0].action["path"]).with_name(f"part-{uuid.uuid4()}.zstd.parquet"))
     with TemporaryFile(prefix="atoll-compact-") as file:
         with _writer(spec, schema, file) as writer:
-            for batch in _batches(store, name, files, schema):
-                writer.write_batch(batch)
+            for rows in _row_groups(store, name, files, schema):
+                writer.write_table(rows)
         file.seek(0)
         data = file.read()
     store.put_new(f"tables/{name}/{unquote(url)}", data)
@@ -135,21 +136,33 @@ def _writer(spec: TableSpec, schema: pa.Schema, file: IO[bytes]) -> pq.ParquetWr
     )
 
 
+def _row_groups(store: Store, name: str, files: Sequence[DataFile], schema: pa.Schema) -> Iterator[pa.Table]:
+    """The rows of files in order, some at a time."""
+    waiting: list[pa.RecordBatch] = []
+    num_waiting = 0
+    for batch in _batches(store, name, files, schema):
+        waiting.append(batch)
+        num_waiting += batch.num_rows
+        if num_waiting >= _ROW_GROUP_ROWS:
+            yield pa.Table.from_batches(waiting)
+            waiting, num_waiting = [], 0
+    if waiting:
+        yield pa.Table.from_batches(waiting)
+
+
 def _batches(store: Store, name: str, files: Sequence[DataFile], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
     for file in files:
-        path = f"tables/{name}/{file.path}"
+        where = f"data file {store.uri}/tables/{name}/{file.path}"
         try:
-            parquet = pq.ParquetFile(store.root / path if store.is_local else pa.BufferReader(store.get(path)))
+            parquet = open_parquet(store, name, file)
             if file.rows not in (None, parquet.metadata.num_rows):
                 raise Failure(
-                    f"data file {store.uri}/{path} has {parquet.metadata.num_rows} rows, the log says {file.rows}"
+                    f"{where} has {parquet.metadata.num_rows} rows, the log says {file.rows}; restore it from a backup"
                 )
             for batch in parquet.iter_batches(_BATCH_ROWS):
                 yield _whole(batch, schema)
         except (OSError, pa.ArrowException, ObjectMissing) as e:
-            raise Failure(
-                f"data file {store.uri}/{path} can't be read: {first_line(e)}; restore it from a backup"
-            ) from e
+            raise Failure(f"{where} can't be read: {first_line(e)}; restore it from a backup") from e
 
 
 def _whole(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:

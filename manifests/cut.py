@@ -9,20 +9,22 @@ parent that is there are there too, since by the clock of their writer they are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from itertools import accumulate
 
 import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from manifests.errors import UserError
-from manifests.log import commit_times
+from manifests.errors import Failure, ObjectMissing, UserError
+from manifests.log import DataFile, commit_times, open_parquet, read_log
 from manifests.schemas import TABLES
-from manifests.store import Store
-from manifests.tables import find_table, read_marker_tables, table_error
+from manifests.store import Store, first_line
+from manifests.table_errors import table_error
+from manifests.tables import find_table, read_marker_tables
 
 At = datetime | bytes | Mapping[str, int]
 """A point to look from: a time, a checkpoint's id (the moment that it was committed), or versions of tables."""
@@ -81,24 +83,21 @@ def parse_at(text: str) -> At:
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
-def version_at(name: str, times: Mapping[int, datetime], moment: datetime) -> int | None:
+def version_at(name: str, times: Sequence[datetime], moment: datetime) -> int | None:
     """The version of a table in the cut at a moment, by the times of its commits; None: it didn't exist yet."""
-    return all_before(times, moment) if name in _PARENTS else last_before(times, moment)
+    marks = all_committed(times) if name in _PARENTS else first_committed(times)
+    version = bisect_right(marks, moment) - 1
+    return version if version >= 0 else None
 
 
-def last_before(times: Mapping[int, datetime], moment: datetime) -> int | None:
-    """The last version that was committed up to a moment, by its writer's clock."""
-    return max((version for version, time in times.items() if time <= moment), default=None)
+def all_committed(times: Sequence[datetime]) -> list[datetime]:
+    """For each version, when it and all before it had been committed, by their writers' clocks."""
+    return list(accumulate(times, max))
 
 
-def all_before(times: Mapping[int, datetime], moment: datetime) -> int | None:
-    """The last version that was committed up to a moment like all versions before it, by their writers' clocks."""
-    found = None
-    for version in sorted(times):
-        if times[version] > moment:
-            break
-        found = version
-    return found
+def first_committed(times: Sequence[datetime]) -> list[datetime]:
+    """For each version, when the first of it and all after it had been committed, by their writers' clocks."""
+    return list(accumulate(reversed(times), min))[::-1]
 
 
 def _pin_in_order(names: list[str], find: Callable[[str], DeltaTable | None]) -> Tables:
@@ -124,28 +123,35 @@ def _table_at(store: Store, name: str, moment: datetime) -> DeltaTable | None:
 
 def _committed_at(store: Store, checkpoint: bytes) -> datetime:
     """The earliest moment whose cut has a checkpoint: when its row was committed, or the latest of the commits before, where a clock was ahead."""
-    rows = _checkpoint_rows(store, checkpoint)
     table = find_table(store, "checkpoints")
-    if table is None or not rows:
+    try:
+        rows = (
+            table.to_pyarrow_table(columns=["written_at"], filters=[("checkpoint", "=", checkpoint)]).to_pylist()
+            if table is not None
+            else []
+        )
+    except (DeltaError, OSError, pa.ArrowException) as e:
+        raise table_error(store, "checkpoints", e) from e
+    if not rows:
         raise UserError(
             f'no checkpoint {checkpoint.hex()} in {store.uri}; see `atoll sql "select checkpoint, run, island, step from checkpoints"`'
         )
     # The row carries the time before its commit, by the same clock, cut to whole milliseconds in the log.
     written = rows[0]["written_at"] - timedelta(milliseconds=1)
     latest = datetime.min.replace(tzinfo=UTC)
-    for version, moment in sorted(commit_times(store, "checkpoints", table.version()).items()):
-        latest = max(latest, moment)
-        if moment >= written and _checkpoint_rows(store, checkpoint, version=version):
+    for commit in read_log(store, "checkpoints"):
+        latest = max(latest, commit.time)
+        if commit.time >= written and not commit.removed and any(_holds(store, f, checkpoint) for f in commit.added):
             break
     return latest
 
 
-def _checkpoint_rows(store: Store, checkpoint: bytes, *, version: int | None = None) -> list[dict[str, Any]]:
+def _holds(store: Store, file: DataFile, checkpoint: bytes) -> bool:
     try:
-        table = find_table(store, "checkpoints", version=version)
-        if table is None:
-            return []
-        found = table.to_pyarrow_table(columns=["written_at"], filters=[("checkpoint", "=", checkpoint)])
-    except (DeltaError, OSError, pa.ArrowException) as e:
-        raise table_error(store, "checkpoints", e) from e
-    return list(found.to_pylist())
+        column = open_parquet(store, "checkpoints", file).read(["checkpoint"])["checkpoint"]
+    except (ObjectMissing, OSError, pa.ArrowException) as e:
+        raise Failure(
+            f"checkpoint {checkpoint.hex()} of {store.uri}: the file that would tell when it was committed can't be read: {first_line(e)}; "
+            "if `atoll tables vacuum` deleted it, look from another point, else restore it from a backup"
+        ) from e
+    return checkpoint in column.to_pylist()

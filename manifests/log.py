@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import unquote
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from manifests.errors import Failure, ObjectMissing
 from manifests.store import Store
@@ -86,7 +87,7 @@ def read_commit(store: Store, name: str, version: int) -> Commit:
     )
 
 
-def commit_times(store: Store, name: str, newest: int) -> dict[int, datetime]:
+def commit_times(store: Store, name: str, newest: int) -> list[datetime]:
     """When each version of a table up to a newest one was committed, by its writer's clock.
 
     Raises:
@@ -94,7 +95,7 @@ def commit_times(store: Store, name: str, newest: int) -> dict[int, datetime]:
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         entries = pool.map(lambda version: _read_entry(store, name, version), range(newest + 1))
-        return {version: _time(actions) for version, actions in enumerate(entries)}
+        return [_time(actions) for actions in entries]
 
 
 def write_commit(store: Store, name: str, version: int, actions: Iterable[Mapping[str, Any]]) -> None:
@@ -105,6 +106,12 @@ def write_commit(store: Store, name: str, version: int, actions: Iterable[Mappin
         StoreUnreachable: the store failed; whether the version exists now is unknown.
     """
     store.put_new(_entry_path(name, version), "".join(json.dumps(action) + "\n" for action in actions).encode())
+
+
+def open_parquet(store: Store, name: str, file: DataFile) -> pq.ParquetFile:
+    """A data file of a table, opened; what it raises is pyarrow's and the store's."""
+    path = f"tables/{name}/{file.path}"
+    return pq.ParquetFile(store.root / path if store.is_local else pa.BufferReader(store.get(path)))
 
 
 def live_files(commits: list[Commit]) -> dict[str, DataFile]:

@@ -19,11 +19,12 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.schema import Schema as DeltaSchema
 from deltalake.writer.properties import ColumnProperties
 
-from manifests.errors import AtollError, Failure, ObjectMissing, StoreUnreachable, UserError
+from manifests.errors import Failure, ObjectMissing, StoreUnreachable, UserError
 from manifests.probe import require_sound
 from manifests.schemas import SCHEMA_VERSION, TABLES, TableSpec
 from manifests.store import MARKER, Store, first_line
 from manifests.strategies import BUILT_IN
+from manifests.table_errors import no_version, table_error
 
 ZSTD_LEVEL = 3
 _ATTEMPTS = 30
@@ -32,8 +33,6 @@ _VERSION = "atoll.schema_version"
 _CREATED = "atoll.created_version"
 _READER_VERSION = 1
 """Of Delta's protocol. Higher ones have features (deletion vectors, column mapping) without which data files are misread."""
-_LONGEST_TEXT = 200
-"""Characters of a delta-rs error that are passed on: some hold a whole listing."""
 _CONFIGURATION = {
     # Delta's defaults throw away the log after 30 days; a month of training must stay open to time travel.
     "delta.enableExpiredLogCleanup": "false",
@@ -113,7 +112,7 @@ def find_table(store: Store, name: str, *, version: int | None = None) -> DeltaT
         table = DeltaTable(uri, version=version, storage_options=store.table_options)
     except TableNotFoundError as e:
         if version is not None:
-            raise _no_version(store, name, version) from e
+            raise no_version(store, name, version) from e
         if name in read_marker_tables(store):
             raise Failure(
                 f"table {name} of {store.uri} is gone: {uri}/_delta_log has no commit; restore the folder from a backup"
@@ -121,11 +120,11 @@ def find_table(store: Store, name: str, *, version: int | None = None) -> DeltaT
         return None
     except OverflowError as e:
         assert version is not None
-        raise _no_version(store, name, version) from e
+        raise no_version(store, name, version) from e
     except (DeltaError, OSError) as e:
         # delta-rs has no error of its own for a version that is yet to come.
         if version is not None and (newest := find_table(store, name)) is not None and version > newest.version():
-            raise _no_version(store, name, version) from e
+            raise no_version(store, name, version) from e
         raise table_error(store, name, e) from e
     _check_schema(store, TABLES[name], table)
     return table
@@ -226,28 +225,6 @@ def writer_properties(spec: TableSpec) -> WriterProperties:
         for column, encoding in spec.encodings.items()
     }
     return WriterProperties(compression="ZSTD", compression_level=ZSTD_LEVEL, column_properties=columns or None)
-
-
-def table_error(store: Store, name: str, error: Exception) -> AtollError:
-    """What a delta-rs error means: an unreachable store, or a damaged table."""
-    where = f"table {name} of {store.uri}"
-    text = first_line(error)
-    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
-    if isinstance(error, OSError) and not store.is_local:
-        return StoreUnreachable(f"{where}: {text}")
-    if not store.is_local and any(sign in text.lower() for sign in _NETWORK_SIGNS):
-        return StoreUnreachable(f"{where}: {text}")
-    return Failure(
-        f"{where} is damaged: {text}; restore {store.table_uri(f'tables/{name}')} from a backup, "
-        f"or look at an older version with --at {name}=VERSION"
-    )
-
-
-_NETWORK_SIGNS = ("error sending request", "connection", "timed out", "timeout", "access denied", "forbidden", "dns")
-
-
-def _no_version(store: Store, name: str, version: int) -> UserError:
-    return UserError(f"table {name} of {store.uri} has no version {version}; see `atoll tables history {name}`")
 
 
 def _marker_error(store: Store, text: str) -> Failure:

@@ -6,7 +6,7 @@ versions that nobody can want to look back to.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,21 +14,24 @@ from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
 from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 
 from manifests.catalog import Catalog
 from manifests.compaction import compact_table
-from manifests.cut import all_before, last_before
+from manifests.cut import all_committed, first_committed
 from manifests.errors import UserError
 from manifests.jobs import Report, report_nothing
 from manifests.log import Commit, read_log
 from manifests.schemas import TABLES
 from manifests.store import ObjectInfo, Store
+from manifests.table_errors import table_error
 from manifests.tables import find_table, open_table
 
 TARGET_BYTES = 128 << 20
 RETENTION_HOURS = 7 * 24
 SLOWEST_APPEND = timedelta(hours=1)
 """No append takes longer from the time in its rows, or from its first file, to its commit: it gives up after minutes."""
+_LONGEST_RETENTION_HOURS = 100 * 365 * 24
 _THREADS = 8
 
 
@@ -88,9 +91,10 @@ def compact(
         table = find_table(store, name)
         if table is not None:
             files_before, bytes_before = _size(table)
-            if compact_table(store, name, target_bytes=target_bytes):
-                table = open_table(store, name)
-                table.create_checkpoint()
+            merged = compact_table(store, name, target_bytes=target_bytes)
+            table = open_table(store, name)
+            if merged:
+                _write_checkpoint(store, name, table)
             files_after, bytes_after = _size(table)
             done.append(
                 Compacted(
@@ -136,11 +140,11 @@ def vacuum(
         The files, deleted or to be deleted.
 
     Raises:
-        UserError: the retention is negative.
+        UserError: the retention is negative, or longer than a hundred years.
         Failure: a log is damaged; nothing was deleted.
     """
-    if retention_hours < 0:
-        raise UserError(f"retention of {retention_hours} hours: give 0 or more")
+    if not 0 <= retention_hours <= _LONGEST_RETENTION_HOURS:
+        raise UserError(f"retention of {retention_hours} hours: give 0 to {_LONGEST_RETENTION_HOURS:,}")
     now = now or datetime.now(UTC)
     since = now - max(timedelta(hours=retention_hours), SLOWEST_APPEND)
     catalog = Catalog(store, tables=("jobs", "mixtures", "runs", "checkpoints", "events"))
@@ -172,6 +176,13 @@ def vacuum(
     return stale
 
 
+def _write_checkpoint(store: Store, name: str, table: DeltaTable) -> None:
+    try:
+        table.create_checkpoint()
+    except (DeltaError, OSError) as e:
+        raise table_error(store, name, e) from e
+
+
 def _size(table: DeltaTable) -> tuple[int, int]:
     sizes = pa.table(table.get_add_actions())["size_bytes"].to_pylist()
     return len(sizes), sum(sizes)
@@ -188,20 +199,20 @@ def _kept_versions(
     if not commits:
         return []
     newest = commits[-1].version
-    times = {commit.version: commit.time for commit in commits}
+    times = [commit.time for commit in commits]
+    earliest, latest = all_committed(times), first_committed(times)
     removals = [commit.version for commit in commits if commit.removed]
 
-    def stretch(first: datetime, last: int | None) -> set[int]:
+    def stretch(first: datetime, last: int) -> set[int]:
         """Versions that hold the files of all from a moment up to a last one: the last, and the one before each removal on the way."""
-        if last is None:
-            return set()
-        start = all_before(times, first) or 0
-        return {last} | {version - 1 for version in removals if start < version <= last}
+        start = bisect_right(earliest, first) - 1
+        on_the_way = removals[bisect_right(removals, start) : bisect_right(removals, last)]
+        return {version for version in (last, *(removal - 1 for removal in on_the_way)) if version >= 0}
 
     kept = stretch(since, newest) | {version for version in versions if 0 <= version <= newest}
     for moment in moments:
         # The row was written before its commit, by the same clock, which the log cuts to milliseconds.
-        kept |= stretch(moment - timedelta(milliseconds=1), last_before(times, moment + SLOWEST_APPEND))
+        kept |= stretch(moment - timedelta(milliseconds=1), bisect_right(latest, moment + SLOWEST_APPEND) - 1)
     return sorted(kept)
 
 

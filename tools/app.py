@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 DATA, TRAIN = "Data: from text to tiers and shards", "Training: islands and rollback"
 ASK, KEEP = "Asking: SQL and reports", "Keeping: tables, policy, erasure"
 DEFAULT_STORE = "atoll-store"
+OWNER = "owner"
+"""Reader of SQL that comes under no other name: reads everything, unless a rule of the policy names it."""
 
 
 class InOrder(typer.core.TyperGroup):
@@ -58,6 +60,12 @@ AtOption = Annotated[
     ),
 ]
 
+AsOption = Annotated[
+    str,
+    typer.Option(
+        "--as", metavar="NAME", help="Ask as the policy's reader sql:NAME: what it may not read is not there."
+    ),
+]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="File for the answer, in any format; it appears whole or not at all.")
 ]
@@ -70,9 +78,13 @@ def opened(store: str) -> Store:
     return open_store(store)
 
 
-def catalog_of(store: str, at: str | None = None) -> Catalog:
-    """The catalog of a --store and an --at option."""
+def catalog_of(store: str, at: str | None = None, *, reader: str | None = None) -> Catalog:
+    """The catalog of a --store and an --at option; for the SQL of a --as option, with its rights."""
     from manifests.catalog import Catalog
     from manifests.cut import parse_at
+    from manifests.editions import rights_of
 
-    return Catalog(opened(store), at=parse_at(at) if at is not None else None)
+    its_store = opened(store)
+    # The policy of today, also for a look at the past.
+    rights = rights_of(its_store, f"sql:{reader}") if reader is not None else None
+    return Catalog(its_store, at=parse_at(at) if at is not None else None, rights=rights)

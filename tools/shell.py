@@ -19,6 +19,7 @@ from prompt_toolkit.key_binding.key_processor import KeyPressEvent
 
 from manifests.catalog import Catalog
 from manifests.cut import parse_at
+from manifests.editions import rights_of
 from manifests.errors import AtollError, UserError
 from manifests.questions import ANSWERS, MACROS, VIEWS, questions
 from manifests.schemas import TABLES
@@ -56,17 +57,19 @@ def history_path() -> Path:
 class Shell:
     """A prompt over one store. An error is one line, and the prompt goes on."""
 
-    def __init__(self, store: Store, *, at: str | None, format_: Format) -> None:
+    def __init__(self, store: Store, *, at: str | None, reader: str, format_: Format) -> None:
         """
         Args:
             store: the store.
             at: the point to look from, as `--at` takes it; None: now.
+            reader: who asks, as `--as` takes it.
             format_: how answers are printed.
 
         Raises:
             UserError: the store has nothing at this point.
         """
         self._store = store
+        self._reader = reader
         self._format = format_
         self._look_from(at)
 
@@ -136,7 +139,8 @@ class Shell:
         schema(name, self._format)
 
     def _look_from(self, at: str | None) -> None:
-        self._catalog = Catalog(self._store, at=parse_at(at) if at is not None else None)
+        rights = rights_of(self._store, f"sql:{self._reader}")
+        self._catalog = Catalog(self._store, at=parse_at(at) if at is not None else None, rights=rights)
         self._at = at
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from deltalake import write_deltalake
+from deltalake import TableFeatures, write_deltalake
 
 from manifests.catalog import Catalog
 from manifests.check import check
-from manifests.errors import AtollError, Failure
+from manifests.errors import AtollError, Failure, UserError
 from manifests.log import history
 from manifests.store import MARKER, Store
 from manifests.tables import append, create_store, open_store, open_table, read
@@ -177,6 +177,14 @@ def test_a_damaged_checkpoint_of_the_log_is_named(store: Store) -> None:
     with pytest.raises(Failure) as caught:
         Catalog(store)
     _one_line(caught.value, store=store)
+
+
+def test_a_table_with_features_that_atoll_would_misread_is_refused(store: Store) -> None:
+    features = open_table(store, "events").alter
+    features.add_feature(TableFeatures.DeletionVectors, allow_protocol_versions_increase=True)
+    for attempt in (lambda: Catalog(store), lambda: append(store, "events", [event()])):
+        with pytest.raises(UserError, match=r"table events .* was given features of Delta by another program"):
+            attempt()
 
 
 @pytest.mark.parametrize("content", MARKERS.values(), ids=MARKERS)

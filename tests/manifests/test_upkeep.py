@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from manifests import compaction
 from manifests.catalog import Catalog
 from manifests.cut import At
 from manifests.errors import Failure, UserError
@@ -60,6 +61,7 @@ def test_compaction_merges_files_within_their_partition_and_keeps_rows_in_order(
     for path in _live(store, "consumption"):
         parquet = pq.ParquetFile(store.root / path)
         assert parquet.read()["step"].to_pylist() == list(range(50))
+        assert parquet.num_row_groups == 1
         group = parquet.metadata.row_group(0)
         encodings = {group.column(i).path_in_schema: group.column(i).encodings for i in range(group.num_columns)}
         assert "DELTA_BINARY_PACKED" in encodings["step"]
@@ -148,6 +150,53 @@ def test_compaction_beside_appends_and_another_compaction_loses_and_doubles_no_r
     assert "OPTIMIZE" in history(store, "events")["operation"].to_pylist()
 
 
+def test_a_compaction_that_another_one_overtook_throws_its_work_away(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for kind in "abc":
+        append(store, "events", [event(kind=kind)])
+    merge = compaction._merge
+
+    def merge_slowly(*arguments: Any) -> Any:
+        monkeypatch.setattr(compaction, "_merge", merge)
+        merged = merge(*arguments)
+        append(store, "events", [event(kind="d")])
+        compact(store, ["events"])
+        return merged
+
+    monkeypatch.setattr(compaction, "_merge", merge_slowly)
+    assert [item.files_after for item in compact(store, ["events"])] == [1]
+    assert _kinds(store) == ["a", "b", "c", "d"]
+    assert history(store, "events")["operation"].to_pylist().count("OPTIMIZE") == 1
+    assert len(_files(store, "events")) == 6
+
+
+def test_a_compaction_goes_on_beside_an_append(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in "ab":
+        append(store, "events", [event(kind=kind)])
+    merge = compaction._merge
+
+    def merge_slowly(*arguments: Any) -> Any:
+        append(store, "events", [event(kind="c")])
+        return merge(*arguments)
+
+    monkeypatch.setattr(compaction, "_merge", merge_slowly)
+    compact(store, ["events"])
+    assert _kinds(store) == ["a", "b", "c"]
+    assert len(_live(store, "events")) == 2
+
+
+def test_statistics_of_a_merged_file_cover_those_of_its_parts() -> None:
+    parts = [
+        {"numRecords": 2, "minValues": {"n": 3, "s": "b"}, "maxValues": {"n": 5, "s": "c"}, "nullCount": {"n": 0, "s": 1}},
+        {"numRecords": 1, "minValues": {"n": 4}, "maxValues": {"n": 9}, "nullCount": {"n": 0, "s": 1, "late": 0}},
+    ]  # fmt: skip
+    assert compaction.merge_statistics(parts) == {
+        "numRecords": 3, "minValues": {"n": 3}, "maxValues": {"n": 9}, "nullCount": {"n": 0, "s": 2},
+    }  # fmt: skip
+    assert "numRecords" not in compaction.merge_statistics([*parts, {}])
+
+
 # Vacuum
 
 
@@ -187,8 +236,9 @@ def test_versions_of_the_retention_stay_readable(story: Story) -> None:
     assert vacuum(story.store, now=story.now + timedelta(hours=3), retention_hours=4, dry_run=False) == []
     assert _kinds(story.store, {"events": 2}) == ["a", "b"]
     assert len(vacuum(story.store, now=story.now + timedelta(hours=5), retention_hours=4, dry_run=False)) == 2
-    with pytest.raises(UserError, match="retention of -1 hours"):
-        vacuum(story.store, retention_hours=-1)
+    for hours in (-1, 1e9, float("nan")):
+        with pytest.raises(UserError, match=f"retention of {hours} hours: give 0 to 876,000"):
+            vacuum(story.store, retention_hours=hours)
 
 
 def test_what_a_vacuum_took_away_is_said_to_who_looks_for_it(story: Story) -> None:

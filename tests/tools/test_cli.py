@@ -50,7 +50,7 @@ def test_help_groups_commands_by_layer(capsys: pytest.CaptureFixture[str]) -> No
         (["sql", "select nope from events", "--store", "{store}"], 2, "nope"),
         (["sql", "drop view events", "--store", "{store}"], 2, "read-only"),
         (["sql", "select 1", "--store", "ftp://x"], 2, "s3://"),
-        (["sql", "--store", "{store}"], 2, "query"),
+        (["sql", "", "--store", "{store}"], 2, "query"),
         (["sql", "select 1", "--formt", "csv"], 2, "--format"),
         (["nonsense"], 2, "atoll --help"),
         (["ingest", "{missing}.parquet", "--corpus", "x", "--store", "{store}"], 2, "{missing}.parquet"),

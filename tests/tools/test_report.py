@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from manifests.catalog import Catalog
+from manifests.consumption import append_consumption
 from manifests.errors import UserError
 from manifests.jobs import make_job
 from manifests.store import Store
-from manifests.tables import append
+from manifests.tables import append, to_table
 from tools.report import final_table, write_report
 
 HOSTILE = '</script><img src=http://evil/x onerror=alert(1)>"&'
@@ -38,7 +39,7 @@ def checkpoint(name: str, island: int, second: int, **more: Any) -> dict[str, An
 
 def span(name: str, island: int, step: int, tier: str, tokens: int, loss: float | None) -> dict[str, Any]:
     return {
-        "run": "r", "island": island, "incarnation": 0, "step": step, "position": 0, "doc_id": tier.encode(), "tier": tier,
+        "run": "r", "island": island, "incarnation": 0, "step": step, "position": 0, "shard": tier, "shard_position": 0, "tier": tier,
         "origin": "real", "token_start": 0, "tokens": tokens, "loss": loss, "checkpoint": name.encode(),
     }  # fmt: skip
 
@@ -53,7 +54,8 @@ def mixture(island: int, round_: int, strategy: str, weights: tuple[float, ...],
         "strategy": strategy,
         "reason": HOSTILE,
     }
-    return decision | shares | {"tier_version": 1, "written_at": at(second)}
+    made = {"query": "select", "parameters": "{}", "inputs": "{}"}
+    return decision | shares | made | {"tier_version": 1, "written_at": at(second)}
 
 
 def event(kind: str, second: int, island: int | None = None, **detail: Any) -> dict[str, Any]:
@@ -81,7 +83,15 @@ def add_data(store: Store, corpus: str, label: str | None) -> None:
         {"tier_version": 1, "doc_id": t.encode(), "tier": t, "score": s, "method": "m", "job": job.id}
         for t, s in scores.items()
     ]
+    shards = [
+        {
+            "pool": "p", "shard": tier, "tier": tier, "corpus": corpus, "origin": "real", "license": "unknown", "access": "open", "entry": "{}",
+            "documents": 1, "tokens": 9, "raw_bytes": 1, "zip_bytes": 1, "score_low": 0.0, "score_high": 1.0, "job": job.id,
+        }
+        for tier in "SABC"
+    ]  # fmt: skip
     job.append("documents", documents, part=1)
+    job.append("shard_index", shards, part=1)
     job.append("tiers", tiers, part=1)
     job.commit({})
 
@@ -93,7 +103,7 @@ def add_run(store: Store) -> None:
         span("i0", 0, 1, "S", 10, 4.0), span("i0", 0, 1, "A", 10, 2.0), span("i0", 0, 4, "S", 20, 1.0),
         span("i1", 1, 2, "B", 30, 3.0), span("i1", 1, 4, "C", 10, None), span("lost", 1, 9, "C", 10, 9.0),
     ]  # fmt: skip
-    append(store, "consumption", spans)
+    append_consumption(store, to_table("consumption", spans), writer="w", sequence=1)
     islands = [
         checkpoint("i0", 0, 10, tokens_s=30, tokens_a=10, loss=1.5, holdout_loss=2.5),
         checkpoint("i1", 1, 12, tokens_b=30, tokens_c=10, loss=3.5, holdout_loss=2.75),

@@ -21,7 +21,7 @@ from prompt_toolkit.document import Document
 
 from manifests.catalog import Catalog
 from manifests.store import Store
-from manifests.tables import append
+from manifests.tables import append, create_store
 from tools.shell import SqlCompleter, is_whole
 
 ROOT = Path(__file__).parent.parent.parent
@@ -146,6 +146,11 @@ def test_input_is_whole_at_a_semicolon_outside_of_texts(text: str, whole: bool) 
     assert is_whole(text) is whole
 
 
+@pytest.fixture(scope="module")
+def completer(tmp_path_factory: pytest.TempPathFactory) -> SqlCompleter:
+    return SqlCompleter(Catalog(create_store(str(tmp_path_factory.mktemp("completed") / "store"))))
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
@@ -160,6 +165,6 @@ def test_input_is_whole_at_a_semicolon_outside_of_texts(text: str, whole: bool) 
         (".at ", set()),
     ],
 )
-def test_words_are_completed_by_where_they_stand(store: Store, typed: str, expected: set[str]) -> None:
-    found = SqlCompleter(Catalog(store)).get_completions(Document(typed), CompleteEvent())
+def test_words_are_completed_by_where_they_stand(completer: SqlCompleter, typed: str, expected: set[str]) -> None:
+    found = completer.get_completions(Document(typed), CompleteEvent())
     assert {completion.text for completion in found} == expected

@@ -9,7 +9,19 @@ from typing import Annotated
 import typer
 
 from manifests.errors import UserError
-from tools.app import ASK, DEFAULT_STORE, AtOption, FormatOption, OutOption, StoreOption, app, catalog_of, opened
+from tools.app import (
+    ASK,
+    DEFAULT_STORE,
+    OWNER,
+    AsOption,
+    AtOption,
+    FormatOption,
+    OutOption,
+    StoreOption,
+    app,
+    catalog_of,
+    opened,
+)
 from tools.output import STDERR, Format, print_answer
 
 
@@ -23,6 +35,7 @@ def sql(
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     at: AtOption = None,
+    as_: AsOption = OWNER,
     format_: FormatOption = Format.table,
     out: OutOption = None,
 ) -> None:
@@ -37,12 +50,12 @@ def sql(
             raise UserError("--out is for one answer; give a query or --file with it")
         from tools.shell import Shell
 
-        Shell(opened(store), at=at, format_=format_).run()
+        Shell(opened(store), at=at, reader=as_, format_=format_).run()
         return
     from tools.asking import run_statements
 
     text = query if query is not None else _read(file) if file is not None else sys.stdin.read()
-    run_statements(catalog_of(store, at), text, format_, out=out)
+    run_statements(catalog_of(store, at, reader=as_), text, format_, out=out)
 
 
 @app.command(rich_help_panel=ASK)
@@ -59,6 +72,7 @@ def ask(
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     at: AtOption = None,
+    as_: AsOption = OWNER,
     format_: FormatOption = Format.table,
     out: OutOption = None,
 ) -> None:
@@ -73,7 +87,7 @@ def ask(
             raise UserError("--param needs the name of a question; `atoll ask` lists them")
         print_answer(question_table(), format_, out=out)
         return
-    print_answer(ask_question(catalog_of(store, at), name, param or []), format_, out=out)
+    print_answer(ask_question(catalog_of(store, at, reader=as_), name, param or []), format_, out=out)
 
 
 @app.command(rich_help_panel=ASK)
@@ -81,6 +95,7 @@ def db(
     file: Annotated[Path, typer.Argument(help="The file; an earlier one of this command is replaced.")],
     store: StoreOption = DEFAULT_STORE,
     at: AtOption = None,
+    as_: AsOption = OWNER,
     format_: FormatOption = Format.table,
 ) -> None:
     """Write a DuckDB file with all views, for any DuckDB client: same rows, no copy of them. Prints the versions that it shows.
@@ -89,7 +104,12 @@ def db(
     """
     from manifests.database import write_database
 
-    versions = write_database(catalog_of(store, at), file)
+    catalog = catalog_of(store, at, reader=as_)
+    if catalog.rights is not None:
+        raise UserError(
+            f"the policy keeps documents from sql:{as_}, and a DuckDB file names the data files whole; ask with `atoll sql`"
+        )
+    versions = write_database(catalog, file)
     print_answer(versions.select(["table", "version"]), format_)
     STDERR.print(
         f"{file} shows {versions['store'][0]} at these versions, for as long as no vacuum deletes their files; "

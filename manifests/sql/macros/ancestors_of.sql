@@ -59,4 +59,5 @@ newest (run, island, round) USING KEY (run, island) AS (
 
 SELECT c.checkpoint, c.run, c.island, c.round, c.step
 FROM checkpoints AS c
-INNER JOIN newest AS n ON n.run = c.run AND n.island = c.island AND c.round <= n.round;
+INNER JOIN (SELECT run, island, max(round) AS round FROM newest GROUP BY run, island) AS n
+    ON n.run = c.run AND n.island = c.island AND c.round <= n.round;

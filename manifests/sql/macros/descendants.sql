@@ -53,10 +53,14 @@ made (run, island, round) USING KEY (run, island) AS (
     GROUP BY found.run, found.island
 ),
 
+first_made AS MATERIALIZED (
+    SELECT run, island, min(round) AS round FROM made GROUP BY run, island
+),
+
 -- A global checkpoint by the versions of its fragments, and by the last checkpoints that it names itself.
 touched_versions AS (
     SELECT m.reader, m.fragment, min(m.version) AS version
-    FROM made AS n
+    FROM first_made AS n
     INNER JOIN merged AS m ON m.run = n.run AND m.island = n.island AND m.round >= n.round
     GROUP BY m.reader, m.fragment
 ),
@@ -66,11 +70,11 @@ global_states AS (
     FROM touched_versions AS t
     INNER JOIN checkpoints AS c ON c.run = t.reader AND c.clock[t.fragment + 1] >= t.version
     WHERE c.island = -1
-    UNION
+    UNION ALL
     SELECT g.checkpoint
     FROM (SELECT checkpoint, unnest(merged) AS part FROM checkpoints WHERE island = -1) AS g
     INNER JOIN checkpoints AS c ON c.checkpoint = g.part
-    INNER JOIN made AS n ON n.run = c.run AND n.island = c.island AND c.round >= n.round
+    INNER JOIN first_made AS n ON n.run = c.run AND n.island = c.island AND c.round >= n.round
 )
 
 SELECT
@@ -85,9 +89,9 @@ SELECT
         ELSE 'merged'
     END AS how
 FROM checkpoints AS c
-INNER JOIN made AS n ON n.run = c.run AND n.island = c.island AND c.round >= n.round
+INNER JOIN first_made AS n ON n.run = c.run AND n.island = c.island AND c.round >= n.round
 LEFT JOIN first_inherited AS i ON i.run = c.run AND i.island = c.island
 UNION ALL
-SELECT c.checkpoint, c.run, c.island, c.round, c.step, 'merged'
-FROM checkpoints AS c
-INNER JOIN global_states AS g ON g.checkpoint = c.checkpoint;
+SELECT checkpoint, run, island, round, step, 'merged'
+FROM checkpoints
+WHERE checkpoint IN (SELECT checkpoint FROM global_states);
