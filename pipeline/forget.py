@@ -242,11 +242,14 @@ def _rephrased(catalog: Catalog, documents: pa.Table) -> int:
 
 def _seen(catalog: Catalog, documents: pa.Table) -> pa.Table:
     sql = """
-        WITH segments AS (
+        WITH places AS MATERIALIZED (
+            SELECT DISTINCT shard, position AS shard_position FROM shards WHERE doc_id IN (SELECT unnest(?::BLOB[]))
+        ),
+        segments AS (
             SELECT list(DISTINCT c.checkpoint) AS ids
             FROM consumption AS c
-            JOIN shards AS s ON s.shard = c.shard AND s.position = c.shard_position
-            WHERE s.doc_id IN (SELECT unnest(?::BLOB[]))
+            JOIN places USING (shard, shard_position)
+            WHERE c.shard IN (SELECT shard FROM places)  -- lets the scan pass over the rows of all other shards
         )
         SELECT run, island, count(*) AS checkpoints, min(round) AS first_round, max(round) AS last_round
         FROM descendants((SELECT coalesce(ids, []) FROM segments))

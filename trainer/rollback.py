@@ -147,8 +147,15 @@ _CHECKPOINTS = f"""
 SELECT checkpoint, parent, run, island, round, step, tokens, clock, anchor FROM checkpoints WHERE island <> {GLOBAL} ORDER BY step
 """
 _SEGMENTS = """
-SELECT checkpoint, min(step) AS first_step, count(DISTINCT doc_id) AS documents, sum(tokens)::BIGINT AS tokens, list(DISTINCT doc_id) AS ids
-FROM consumption WHERE doc_id IN (SELECT unnest(?::BLOB[])) GROUP BY checkpoint
+WITH places AS MATERIALIZED (
+    SELECT DISTINCT shard, position AS shard_position, doc_id AS id FROM shards WHERE doc_id IN (SELECT unnest(?::BLOB[]))
+)
+SELECT c.checkpoint, min(c.step) AS first_step, count(DISTINCT p.id) AS documents, sum(c.tokens)::BIGINT AS tokens, list(DISTINCT p.id) AS ids
+FROM consumption AS c
+JOIN places AS p USING (shard, shard_position)
+-- Says nothing new, but lets the scan pass over the rows of all other shards.
+WHERE c.shard IN (SELECT shard FROM places)
+GROUP BY c.checkpoint
 """
 
 
