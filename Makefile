@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/atoll demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 from urllib.parse import unquote
 
@@ -85,7 +86,8 @@ class Catalog:
             name: [str(self._local_path(name, path)) for path in paths] for name, paths in self._files.items()
         }
         self._ready: set[str] = set()
-        self.connection = duckdb.connect(":memory:")
+        # DuckDB's own choice for what memory doesn't hold is the folder that the user happens to be in.
+        self.connection = duckdb.connect(":memory:", config={"temp_directory": str(Path(gettempdir()) / "atoll-duckdb")})
         self.connection.execute("CREATE SCHEMA raw")
         self.connection.execute("SET TimeZone = 'UTC'")
         # Rows come in the order of their files only where a query asks for an order; parallel scans need no buffers then.

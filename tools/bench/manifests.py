@@ -31,8 +31,14 @@ _ALLOWED = sorted({kind[4] for number, kind in enumerate(KINDS) if number != RAR
 
 # The same answers from the rows themselves: what the sums by shard are held against, in time and in content.
 _LINEAGE_ROWS = """
-SELECT k.corpus, k.origin, k.generator, k.prompt, k.license, c.tier, count(*) AS spans, sum(c.tokens)::BIGINT AS tokens
-FROM consumption AS c
+WITH summed AS (
+    SELECT checkpoint, shard, tier, count(*) AS spans, sum(tokens) AS tokens
+    FROM consumption
+    GROUP BY ALL
+)
+
+SELECT k.corpus, k.origin, k.generator, k.prompt, k.license, s.tier, sum(s.spans)::BIGINT AS spans, sum(s.tokens)::BIGINT AS tokens
+FROM summed AS s
 INNER JOIN ancestors($checkpoint) AS a USING (checkpoint)
 INNER JOIN shard_kinds AS k USING (shard)
 GROUP BY ALL
