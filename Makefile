@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/atoll demo
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .

@@ -87,7 +87,9 @@ class Catalog:
         }
         self._ready: set[str] = set()
         # DuckDB's own choice for what memory doesn't hold is the folder that the user happens to be in.
-        self.connection = duckdb.connect(":memory:", config={"temp_directory": str(Path(gettempdir()) / "atoll-duckdb")})
+        self.connection = duckdb.connect(
+            ":memory:", config={"temp_directory": str(Path(gettempdir()) / "atoll-duckdb")}
+        )
         self.connection.execute("CREATE SCHEMA raw")
         self.connection.execute("SET TimeZone = 'UTC'")
         # Rows come in the order of their files only where a query asks for an order; parallel scans need no buffers then.

@@ -20,6 +20,10 @@ BUCKET = "atoll-test"
 KEY, SECRET = "atolltestkey", "atolltestsecret"
 _START_WAIT_S = 60.0
 
+# A suite that runs in the background of a script inherits an ignored SIGINT, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:

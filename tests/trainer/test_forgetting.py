@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tiny import silent, start_run, train_alone
 
 from manifests.catalog import Catalog
 from manifests.schemas import TIERS
 from manifests.store import Store
 from pipeline.forget import forget, plan_erasure
+from tiny import silent, start_run, train_alone
 from trainer import island as island_module
 from trainer.island import Island
 from trainer.run import Run
