@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import typer.core
 
-from tools.output import Format, parse_format
+from manifests.errors import UserError
+from tools.output import STDERR, Format, parse_format
 
 if TYPE_CHECKING:
     from manifests.catalog import Catalog
     from manifests.store import Store
 
+T = TypeVar("T")
 DATA, TRAIN = "Data: from text to tiers and shards", "Training: islands and rollback"
 ASK, KEEP = "Asking: SQL and reports", "Keeping: tables, policy, erasure"
+_DATA_FLOW = ("ingest", "tokenizer", "score", "distill", "tier", "shard", "view")
 DEFAULT_STORE = "atoll-store"
 OWNER = "owner"
 """Reader of SQL that comes under no other name: reads everything, unless a rule of the policy names it."""
@@ -27,7 +32,11 @@ class InOrder(typer.core.TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Names of the commands, panel by panel."""
         panels = {name: getattr(command, "rich_help_panel", None) for name, command in self.commands.items()}
-        return sorted(super().list_commands(ctx), key=lambda name: (DATA, TRAIN, ASK, KEEP).index(panels[name]))
+        flow = {name: place for place, name in enumerate(_DATA_FLOW)}
+        return sorted(
+            super().list_commands(ctx),
+            key=lambda name: ((DATA, TRAIN, ASK, KEEP).index(panels[name]), flow.get(name, len(flow))),
+        )
 
 
 app = typer.Typer(
@@ -69,6 +78,11 @@ AsOption = Annotated[
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="File for the answer, in any format; it appears whole or not at all.")
 ]
+SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
+DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+TokenizerOption = Annotated[
+    str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
+]
 
 
 def opened(store: str) -> Store:
@@ -88,3 +102,42 @@ def catalog_of(store: str, at: str | None = None, *, reader: str | None = None) 
     # The policy of today, also for a look at the past.
     rights = rights_of(its_store, f"sql:{reader}") if reader is not None else None
     return Catalog(its_store, at=parse_at(at) if at is not None else None, rights=rights)
+
+
+def print_summary(summary: dict[str, Any]) -> None:
+    say_done_before(summary)
+    for name, value in summary.items():
+        if name != "already_done":
+            shown = json.dumps(value) if isinstance(value, dict | list) else value
+            STDERR.print(f"  {name}: {shown}", markup=False)
+
+
+def say_done_before(summary: dict[str, Any]) -> None:
+    if summary.get("already_done"):
+        STDERR.print("  done before with the same options and inputs; nothing changed")
+
+
+def given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def configured(kind: Callable[..., T], **options: Any) -> T:
+    """A configuration from options; what it refuses is the user's to mend."""
+    try:
+        return kind(**options)
+    except ValueError as e:
+        raise UserError(str(e)) from e
+
+
+def model_of(option: str | None) -> dict[str, Any] | None:
+    if option is None:
+        return None
+    path = Path(option)
+    if path.is_dir():
+        return {"path": str(path.absolute())}
+    try:
+        return dict(json.loads(path.read_text()))
+    except OSError as e:
+        raise UserError(f"--model {option}: {e.strerror}; give a JSON file or a folder of a Hugging Face model") from e
+    except ValueError as e:
+        raise UserError(f"--model {option}: not a JSON object: {e}") from e

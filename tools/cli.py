@@ -7,32 +7,42 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 import typer.exceptions
 
 from manifests.errors import AtollError, UserError
-from tools.app import ASK, DATA, DEFAULT_STORE, TRAIN, FormatOption, RunOption, StoreOption, app, catalog_of, opened
-from tools.commands import ask, keep, policy, steer
+from tools.app import (
+    ASK,
+    DATA,
+    DEFAULT_STORE,
+    TRAIN,
+    DeviceOption,
+    FormatOption,
+    RunOption,
+    SeedOption,
+    StoreOption,
+    TokenizerOption,
+    app,
+    catalog_of,
+    model_of,
+    opened,
+    print_summary,
+    say_done_before,
+)
+from tools.commands import ask, keep, policy, score, steer, tier
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
-T = TypeVar("T")
-COMMANDS = (ask, keep, policy, steer)
+COMMANDS = (ask, keep, policy, score, steer, tier)
 """Modules that add their commands by being imported."""
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
 
-SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
-TokenizerOption = Annotated[
-    str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
-]
 _INTERRUPTED = 130
 
 
@@ -94,7 +104,7 @@ def ingest(
     )
     with progress_report() as report:
         summary = run_ingest(create_store(store), [spec], holdout_share=holdout_share, report=report)
-    _say_done_before(summary)
+    say_done_before(summary)
     for name, counts in summary["corpora"].items():
         STDERR.print(
             f"  {name}: {counts['documents']:,} new documents ({counts['bytes']:,} bytes) of {counts['rows']:,} rows; "
@@ -137,63 +147,6 @@ def tokenizer(
 
 
 @app.command(rich_help_panel=DATA)
-def score(
-    store: StoreOption = DEFAULT_STORE,
-    steps: Annotated[int | None, typer.Option(help="Training steps of the scoring model.")] = None,
-    checkpoints: Annotated[
-        int | None, typer.Option(help="Checkpoints along them that gradients are compared at.")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
-    ] = None,
-    tokenizer: TokenizerOption = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = "auto",
-) -> None:
-    """Score every document's influence on the holdout loss.
-
-    Example: atoll score --steps 300
-    """
-    from pipeline.score import ScoreConfig
-    from pipeline.score import score as run_score
-    from tools.progress import progress_report
-
-    spec = _model(model) or {}
-    described = {"model_path": spec["path"]} if "path" in spec else {"model": spec or None}
-    options = _given(steps=steps, num_checkpoints=checkpoints, tokenizer=tokenizer, **described)
-    config = _configured(ScoreConfig, seed=seed, device=device, **options)
-    with progress_report() as report:
-        summary = run_score(opened(store), config=config, report=report)
-    _print_summary(summary)
-
-
-@app.command(rich_help_panel=DATA)
-def tier(
-    store: StoreOption = DEFAULT_STORE,
-    share: Annotated[float, typer.Option(help="Share of the positive influence that tier S is to carry.")] = 0.8,
-    confidence: Annotated[float, typer.Option(help="How sure a negative influence must be for tier C.")] = 0.8,
-    max_s: Annotated[float, typer.Option(help="Largest share of the documents in tier S.")] = 0.5,
-    format_: FormatOption = Format.table,
-) -> None:
-    """Sort the scored documents into tiers S, A, B and C: a new tier version.
-
-    Example: atoll tier --share 0.8
-    """
-    from manifests.catalog import Catalog
-    from pipeline.tier import TierConfig, tier_table
-    from pipeline.tier import tier as run_tier
-    from tools.progress import progress_report
-
-    its_store = opened(store)
-    with progress_report() as report:
-        summary = run_tier(
-            its_store, config=_configured(TierConfig, share=share, confidence=confidence, max_s=max_s), report=report
-        )
-    _print_summary(summary)
-    print_answer(tier_table(Catalog(its_store), summary["tier_version"]), format_)
-
-
-@app.command(rich_help_panel=DATA)
 def shard(
     store: StoreOption = DEFAULT_STORE,
     tier_version: Annotated[
@@ -216,7 +169,7 @@ def shard(
     config = ShardConfig(tier_version=tier_version, shard_bytes=shard_bytes, tokenizer=tokenizer)
     with progress_report() as report:
         summary = run_shard(its_store, config=config, report=report)
-    _print_summary({k: v for k, v in summary.items() if k != "tiers"})
+    print_summary({k: v for k, v in summary.items() if k != "tiers"})
     views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
     print_answer(Catalog(its_store).query(views, [summary["tier_version"], summary["pool"]]), format_)
 
@@ -301,7 +254,7 @@ def train(
         quorum=min(quorum, islands),
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
-        model=_model(model) or {},
+        model=model_of(model) or {},
         seed=seed,
         device=device,
     )
@@ -520,19 +473,6 @@ def _print_json(status: dict[str, Any]) -> None:
     print(json.dumps(status), flush=True)
 
 
-def _print_summary(summary: dict[str, Any]) -> None:
-    _say_done_before(summary)
-    for name, value in summary.items():
-        if name != "already_done":
-            shown = json.dumps(value) if isinstance(value, dict | list) else value
-            STDERR.print(f"  {name}: {shown}", markup=False)
-
-
-def _say_done_before(summary: dict[str, Any]) -> None:
-    if summary.get("already_done"):
-        STDERR.print("  done before with the same options and inputs; nothing changed")
-
-
 def _print_plan(plan: Any, format_: Format) -> None:
     from trainer.rollback import plan_table
 
@@ -552,32 +492,6 @@ def _pairs(options: list[str]) -> dict[str, str]:
             raise UserError(f"--column {option!r}: write NAME=COLUMN, as in --column text=content")
         pairs[name] = column
     return pairs
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _configured(kind: Callable[..., T], **options: Any) -> T:
-    """A configuration from options; what it refuses is the user's to mend."""
-    try:
-        return kind(**options)
-    except ValueError as e:
-        raise UserError(str(e)) from e
-
-
-def _model(option: str | None) -> dict[str, Any] | None:
-    if option is None:
-        return None
-    path = Path(option)
-    if path.is_dir():
-        return {"path": str(path.absolute())}
-    try:
-        return dict(json.loads(path.read_text()))
-    except OSError as e:
-        raise UserError(f"--model {option}: {e.strerror}; give a JSON file or a folder of a Hugging Face model") from e
-    except ValueError as e:
-        raise UserError(f"--model {option}: not a JSON object: {e}") from e
 
 
 if __name__ == "__main__":
