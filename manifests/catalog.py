@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import gettempdir
@@ -119,14 +119,38 @@ class Catalog:
             Failure: a data file is missing or damaged.
         """
         try:
-            require_reading(self.connection, sql)
-            if self._rights is not None:
-                told = self.connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
-                require_guarded(json.loads(told[0][0]), macros=MACROS)
-            self.prepare(sql)
-            return self.connection.sql(sql, params=parameters).to_arrow_table()
+            return self._relation(sql, parameters).to_arrow_table()
         except duckdb.Error as e:
             raise self._explain(e, sql) from e
+
+    def stream(
+        self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None, *, num_rows: int
+    ) -> Iterator[pa.RecordBatch]:
+        """Answers a query batch by batch, of `num_rows` each but the last; ask this catalog nothing else before the end.
+
+        Raises:
+            UserError, Failure: as `query`.
+        """
+        held: list[pa.RecordBatch] = []
+        try:
+            for batch in self._relation(sql, parameters).to_arrow_reader(num_rows):
+                held.append(batch)
+                while sum(part.num_rows for part in held) >= num_rows:
+                    table = pa.Table.from_batches(held)
+                    yield table.slice(0, num_rows).combine_chunks().to_batches()[0]
+                    held = table.slice(num_rows).to_batches()
+        except duckdb.Error as e:
+            raise self._explain(e, sql) from e
+        if sum(part.num_rows for part in held):
+            yield pa.Table.from_batches(held).combine_chunks().to_batches()[0]
+
+    def _relation(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None) -> duckdb.DuckDBPyRelation:
+        require_reading(self.connection, sql)
+        if self._rights is not None:
+            told = self.connection.execute("SELECT json_serialize_sql(?)", [sql]).fetchall()
+            require_guarded(json.loads(told[0][0]), macros=MACROS)
+        self.prepare(sql)
+        return self.connection.sql(sql, params=parameters)
 
     def rows(self, sql: str, parameters: Sequence[Any] | Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
         """Answers a query as a list of dicts."""

@@ -82,9 +82,11 @@ def _spec(
     sort_by: tuple[str, ...] = (),
     newest_by: tuple[str, ...] = (),
     encodings: Mapping[str, Encoding] | None = None,
+    version: int = 1,
 ) -> TableSpec:
     return TableSpec(
         name=name,
+        version=version,
         row=row,
         schema=pa.schema(fields),
         counts_with=counts_with,
@@ -367,10 +369,23 @@ _SPECS = [
             _field("tokens", pa.int32(), "length of the span", unit="tokens"),
             _field("loss", pa.float32(), "mean loss of the span's tokens", null=True, unit="nats per token"),
             _field("checkpoint", _ID, "the checkpoint that closes the segment"),
+            _field(
+                "contribution",
+                pa.float32(),
+                "first-order contribution of the span to the drop of the holdout loss at that step; null where not measured",
+                null=True,
+                unit="nats per token",
+            ),
         ],
         "checkpoint",
+        version=2,
         partition_by=("run",),
-        encodings={"step": "DELTA_BINARY_PACKED", "position": "DELTA_BINARY_PACKED", "loss": "BYTE_STREAM_SPLIT"},
+        encodings={
+            "step": "DELTA_BINARY_PACKED",
+            "position": "DELTA_BINARY_PACKED",
+            "loss": "BYTE_STREAM_SPLIT",
+            "contribution": "BYTE_STREAM_SPLIT",
+        },
     ),
     _spec(
         "consumption_rounds",

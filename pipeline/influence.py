@@ -1,162 +1,171 @@
 """The mathematics of influence: how well a document's gradient agrees with the gradient of the holdout.
 
-Pure functions of a model, parameters and token arrays; no store, no files, no randomness. Training the scoring model is in
-scoring_model.py, the job that scores a corpus in score.py.
+Pure functions of a model, parameters and token arrays; no store, no files. Which directions are compared is estimators.py's, single gradients are
+gradients.py's, the job that scores a corpus is score.py's.
 
-A document's loss is its mean cross-entropy per token, so that length is no influence. Let g_i be the gradient of document i's
-loss and v the mean gradient of the holdout documents, both at one checkpoint; P is a positive diagonal, the identity or Adam's inverse root of the
-second moments. A small step along -P g_i changes the holdout loss by -η ⟨g_i, P v⟩ in first order: where the product is positive,
-training on the document lowers the holdout loss.
+A document's loss is its mean cross-entropy per token, so that length is no influence. Let g_i be the gradient of document i's loss, v the holdout's, both
+at one checkpoint, and M a positive matrix: the identity, Adam's inverse root of the second moments, or a damped inverse curvature. A step along -M g_i changes
+the holdout loss by -η ⟨g_i, M v⟩ in first order: where the product is positive, training on the document lowers the holdout loss.
 
-Shapes: D documents, T tokens, V vocabulary, F folds of the holdout, N entries of one tensor.
+Every estimator writes M as a basis for each layer's inputs and outputs in which M is diagonal. So one code compares for all of them: gradients are made in that
+basis (they are never turned into it afterwards), multiplied with M v, and measured by the diagonal.
+
+Shapes: D documents, T tokens, I inputs and O outputs of a layer, N entries of a layer's gradient in its basis, K checkpoints, P probes, F folds, C = P · F
+columns that a document is compared with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
+import safetensors.torch
 import torch
 from torch import Tensor
-from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn import Module
-from torch.nn.functional import cross_entropy
 
-Tokens = npt.NDArray[Any]
-Tensors = dict[str, Tensor]
-Form = Literal["cosine", "dot"]
+from pipeline.gradients import Tensors, document_gradients, walk_layers
+
+Form = Literal["cosine", "layer-cosine", "dot"]
+FORMS: tuple[Form, ...] = ("cosine", "layer-cosine", "dot")
 _TINY = 1e-30
 
 
-def pad(sequences: Sequence[Tokens], *, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Token sequences as `tokens_DT`, padded with 0 on the right, and `mask_DT`, 1 where a token is real."""
-    longest = max(len(sequence) for sequence in sequences)
-    tokens_DT = torch.zeros(len(sequences), longest, dtype=torch.long)
-    mask_DT = torch.zeros(len(sequences), longest)
-    for row, sequence in enumerate(sequences):
-        tokens_DT[row, : len(sequence)] = torch.from_numpy(sequence.astype(np.int64))
-        mask_DT[row, : len(sequence)] = 1
-    return tokens_DT.to(device), mask_DT.to(device)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Direction:
+    """What documents' gradients are compared with at one checkpoint, layer by layer."""
+
+    weight: float
+    """Share of this checkpoint in the score, before normalisation: its learning rate."""
+    targets: Tensors
+    """C × N: M v of each column."""
+    target_squares: Tensors
+    """C: ⟨v, M v⟩ of each column."""
+    scale: Tensors
+    """N: the diagonal of M; none: ones."""
+    bases: Mapping[str, tuple[Tensor, Tensor]]
+    """Columns of the basis of the inputs (I × I') and of the outputs (O × O'); none: the layer's own coordinates."""
+
+    def to_bytes(self) -> bytes:
+        """As a safetensors file."""
+        tensors = {"weight": torch.tensor([self.weight], dtype=torch.float64)}
+        for kind, held in (("targets", self.targets), ("squares", self.target_squares), ("scale", self.scale)):
+            tensors |= {f"{kind}/{layer}": tensor for layer, tensor in held.items()}
+        for layer, (inputs, outputs) in self.bases.items():
+            tensors |= {f"inputs/{layer}": inputs, f"outputs/{layer}": outputs}
+        return safetensors.torch.save({name: tensor.contiguous().cpu() for name, tensor in tensors.items()})
+
+    @staticmethod
+    def from_bytes(data: bytes, *, device: torch.device | str = "cpu") -> Direction:
+        """Back from `to_bytes`."""
+        parts: dict[str, Tensors] = {
+            kind: {} for kind in ("targets", "squares", "scale", "inputs", "outputs", "weight")
+        }
+        for name, tensor in safetensors.torch.load(data).items():
+            kind, _, layer = name.partition("/")
+            parts[kind][layer] = tensor.to(device)
+        return Direction(
+            weight=float(parts["weight"][""]),
+            targets=parts["targets"],
+            target_squares=parts["squares"],
+            scale=parts["scale"],
+            bases={layer: (inputs, parts["outputs"][layer]) for layer, inputs in parts["inputs"].items()},
+        )
 
 
-def window(tokens: Tokens, *, longest: int, at: float) -> Tokens:
-    """A piece of at most `longest` tokens, from the beginning (`at` = 0) to the end (1) of a document; a short document whole."""
-    start = round(max(0, len(tokens) - longest) * at)
-    return tokens[start : start + longest]
-
-
-def batches_by_length(lengths: Sequence[int], *, size: int) -> Iterator[list[int]]:
-    """Places of the documents of two tokens or more, those of like length together."""
-    order = sorted((place for place, length in enumerate(lengths) if length > 1), key=lambda place: lengths[place])
-    for start in range(0, len(order), size):
-        yield order[start : start + size]
-
-
-def document_losses(model: Module, parameters: Mapping[str, Tensor], tokens_DT: Tensor, mask_DT: Tensor) -> Tensor:
-    """losses_D: the mean loss of each document's next-token predictions, in nats per token.
-
-    The model is causal, so what is padded on the right changes nothing before it and needs no attention mask.
-    """
-    logits_DTV = functional_call(model, dict(parameters), (tokens_DT,), {"use_cache": False}).logits
-    losses_DT = cross_entropy(logits_DTV[:, :-1].transpose(1, 2), tokens_DT[:, 1:], reduction="none")
-    mask_DT = mask_DT[:, 1:]
-    return (losses_DT * mask_DT).sum(1) / mask_DT.sum(1)
-
-
-def document_gradients(
-    model: Module, parameters: Mapping[str, Tensor], tokens_DT: Tensor, mask_DT: Tensor
-) -> tuple[Tensors, Tensor]:
-    """The gradient of each document's loss (every tensor with a leading D), and losses_D.
-
-    Needs eager attention: vmap has no rule for the fused kernels.
-    """
-
-    def loss(p: Mapping[str, Tensor], tokens_T: Tensor, mask_T: Tensor) -> Tensor:
-        return document_losses(model, p, tokens_T[None], mask_T[None])[0]
-
-    gradients, losses_D = vmap(grad_and_value(loss), in_dims=(None, 0, 0))(dict(parameters), tokens_DT, mask_DT)
-    return gradients, losses_D
-
-
-def mean_gradient(
-    model: Module, parameters: Mapping[str, Tensor], batches: Iterable[tuple[Tensor, Tensor]]
-) -> tuple[Tensors, float]:
-    """The mean of the documents' gradients, each document counting once, over batches of (tokens_DT, mask_DT); and their mean loss."""
-
-    def loss(p: Mapping[str, Tensor], tokens_DT: Tensor, mask_DT: Tensor) -> tuple[Tensor, Tensor]:
-        total = document_losses(model, p, tokens_DT, mask_DT).sum()
-        return total, total.detach()
-
-    sums: Tensors = {name: torch.zeros_like(tensor) for name, tensor in parameters.items()}
-    num_documents, total_loss = 0, 0.0
-    for tokens_DT, mask_DT in batches:
-        gradients, total = grad(loss, has_aux=True)(dict(parameters), tokens_DT, mask_DT)
-        for name, gradient in gradients.items():
-            sums[name] += gradient
-        num_documents += len(tokens_DT)
-        total_loss += float(total)
-    return {name: tensor / num_documents for name, tensor in sums.items()}, total_loss / num_documents
-
-
-def adam_preconditioner(second_moments: Mapping[str, Tensor], *, epsilon: float = 1e-8) -> Tensors:
-    """P = 1 / (√v̂ + ε), elementwise, of Adam's bias-corrected second moments v̂ (Kingma and Ba, arXiv 1412.6980, Algorithm 1)."""
-    return {name: 1 / (moment.sqrt() + epsilon) for name, moment in second_moments.items()}
-
-
-def agreement(
-    gradients: Mapping[str, Tensor],
-    targets: Sequence[Mapping[str, Tensor]],
+def make_direction(
+    weight: float,
+    gradients: Sequence[Mapping[str, Tensor]],
     *,
-    form: Form,
-    preconditioner: Mapping[str, Tensor] | None = None,
-    groups: Sequence[Sequence[str]] | None = None,
-) -> Tensor:
-    """How much each document's gradient agrees with each fold's holdout gradient, as scores_DF.
-
-    dot:    Σ_G ⟨g_i, P v_f⟩_G                                    TracInCP's term of one checkpoint (arXiv 2002.08484, Eq. 1) for P = 1
-    cosine: mean_G ⟨g_i, P v_f⟩_G / (‖P^½ g_i‖_G ‖P^½ v_f‖_G)     LESS's (arXiv 2402.04333, Eq. 2), with P applied on both sides alike
-
-    LESS takes a cosine with Adam's whole update direction of the training example, momentum included; here P alone stands for Adam, as a metric.
+    scale: Mapping[str, Tensor] | None = None,
+    bases: Mapping[str, tuple[Tensor, Tensor]] | None = None,
+) -> Direction:
+    """A direction from the holdout gradients of the columns, O × I by layer.
 
     Args:
-        groups: names of the tensors between which a cosine is taken, each group counting the same; None: all in one. Tensors in no group are left out.
-            Groups keep one kind of parameter (the embedding) from drowning the others.
+        scale: the diagonal of M in the basis, O' × I' by layer.
     """
-    shares: list[Tensor] = []
-    for names in groups if groups is not None else [list(gradients)]:
-        first = gradients[names[0]]
-        product_DF = first.new_zeros(len(first), len(targets))
-        square_D = first.new_zeros(len(first))
-        square_F = first.new_zeros(len(targets))
-        for name in names:
-            gradient_DN = gradients[name].flatten(1)
-            target_NF = torch.stack([target[name].flatten() for target in targets], dim=1)
-            scale_N = preconditioner[name].flatten() if preconditioner is not None else torch.ones_like(target_NF[:, 0])
-            scaled_NF = target_NF * scale_N[:, None]
-            product_DF += gradient_DN @ scaled_NF
-            if form == "cosine":
-                square_D += gradient_DN.square() @ scale_N
-                square_F += (target_NF * scaled_NF).sum(0)
-        if form == "cosine":
-            product_DF /= (square_D[:, None] * square_F).sqrt().clamp_min(_TINY)
-        shares.append(product_DF)
-    total_DF = torch.stack(shares).sum(0)
-    return total_DF / len(shares) if form == "cosine" else total_DF
+    targets: Tensors = {}
+    squares: Tensors = {}
+    for layer in gradients[0]:
+        columns = torch.stack([turn(gradient[layer], (bases or {}).get(layer)) for gradient in gradients]).flatten(1)
+        targets[layer] = columns * scale[layer].flatten() if scale is not None else columns
+        squares[layer] = (columns * targets[layer]).sum(1)
+    return Direction(
+        weight=weight,
+        targets=targets,
+        target_squares=squares,
+        scale={layer: tensor.flatten() for layer, tensor in (scale or {}).items()},
+        bases=bases or {},
+    )
 
 
-def combine(scores_DKF: Tensor, learning_rates: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Each document's score and standard error, over K checkpoints and F folds.
+def turn(gradient_OI: Tensor, basis: tuple[Tensor, Tensor] | None) -> Tensor:
+    """A gradient in a basis: outputsᵀ · gradient · inputs."""
+    return gradient_OI if basis is None else basis[1].T @ gradient_OI @ basis[0]
 
-    score = Σ_k η_k mean_f s_kf / Σ_k η_k   (TracInCP's sum over checkpoints weighted by the learning rate, as a mean)
+
+def compare(
+    model: Module,
+    parameters: Mapping[str, Tensor],
+    direction: Direction,
+    tokens_DT: Tensor,
+    mask_DT: Tensor,
+    *,
+    form: Form,
+) -> tuple[Tensor, Tensor]:
+    """How much each document's gradient agrees with each column, as scores_DC; and losses_D.
+
+    dot:          Σ_layers ⟨g_i, M v⟩                        TracInCP's term of one checkpoint for M = 1 (arXiv 2002.08484, Eq. 1)
+    cosine:       Σ_layers ⟨g_i, M v⟩ / (‖M^½ g_i‖ ‖M^½ v‖)  LESS's (arXiv 2402.04333, Eq. 2), with M on both sides alike
+    layer-cosine: the mean over the layers of each layer's own cosine, so that no layer drowns the others
+
+    LESS takes a cosine with Adam's whole update direction of the training example, momentum included; here M alone stands for Adam, as a metric.
+    """
+    num_columns = len(next(iter(direction.target_squares.values())))
+    total_DC = torch.zeros(len(tokens_DT), num_columns, device=tokens_DT.device)
+    square_D = torch.zeros(len(tokens_DT), device=tokens_DT.device)
+
+    def take(layer: str, inputs_DTI: Tensor, outputs_DTO: Tensor) -> None:
+        if (basis := direction.bases.get(layer)) is not None:
+            inputs_DTI, outputs_DTO = inputs_DTI @ basis[0], outputs_DTO @ basis[1]
+        gradients_DN = document_gradients(inputs_DTI, outputs_DTO).flatten(1)
+        product_DC = gradients_DN @ direction.targets[layer].T
+        if form != "dot":
+            scale_N = direction.scale.get(layer)
+            gradients_DN.square_()
+            own_D = gradients_DN.sum(1) if scale_N is None else gradients_DN @ scale_N
+            if form == "layer-cosine":
+                product_DC /= (own_D[:, None] * direction.target_squares[layer]).sqrt().clamp_min(_TINY)
+            else:
+                square_D.add_(own_D)
+        total_DC.add_(product_DC)
+
+    layers = list(direction.targets)
+    losses_D = walk_layers(model, parameters, layers, tokens_DT, mask_DT, take)
+    if form == "layer-cosine":
+        total_DC /= len(layers)
+    elif form == "cosine":
+        square_C = torch.stack(list(direction.target_squares.values())).sum(0)
+        total_DC /= (square_D[:, None] * square_C).sqrt().clamp_min(_TINY)
+    return total_DC, losses_D
+
+
+def combine(
+    scores_DKPF: Tensor, checkpoint_weights: Sequence[float], probe_weights: Sequence[float]
+) -> tuple[Tensor, Tensor]:
+    """Each document's score and standard error, over K checkpoints, P probes and F folds of each probe.
+
+    score = Σ_k η_k Σ_p w_p mean_f s_kpf / Σ_k η_k, w summing to 1   (TracInCP's sum over checkpoints weighted by the learning rate, as a mean)
 
     Folds at one checkpoint share the document's gradient, and checkpoints share the holdout, so the cells are no independent samples. The variance of the mean is
     taken as that of the checkpoint means over the checkpoints plus that of the fold means over the folds; what is neither is counted in both, so the error
-    is rather too large. It says nothing of another scoring model, seed or holdout source.
+    is rather too large. It says nothing of another scoring model, seed or holdout source. tiers.py calibrates it.
     """
-    scores_DKF = scores_DKF.double()
-    weights_K = torch.tensor(learning_rates, dtype=torch.float64)
+    weights_P = torch.tensor(probe_weights, dtype=torch.float64)
+    scores_DKF = torch.einsum("dkpf,p->dkf", scores_DKPF.double(), weights_P / weights_P.sum())
+    weights_K = torch.tensor(checkpoint_weights, dtype=torch.float64)
     weights_K = weights_K / weights_K.sum()
     by_checkpoint_DK = scores_DKF.mean(2)
     by_fold_DF = (scores_DKF * weights_K[None, :, None]).sum(1)
@@ -166,7 +175,15 @@ def combine(scores_DKF: Tensor, learning_rates: Sequence[float]) -> tuple[Tensor
     if num_folds > 1:
         variance_D += by_fold_DF.var(1) / num_folds
     effective = float(1 / weights_K.square().sum())
-    if len(learning_rates) > 1:
+    if len(checkpoint_weights) > 1:
         spread_D = (weights_K * (by_checkpoint_DK - score_D[:, None]).square()).sum(1)
         variance_D += spread_D / max(effective - 1, 1.0)
     return score_D, variance_D.sqrt()
+
+
+def cosines(gradients: Sequence[Mapping[str, Tensor]]) -> list[list[float]]:
+    """Cosine of each pair of gradients, all layers together: how far data sources pull a model into the same direction, which Nexus
+    (arXiv 2604.09258) holds to decide how close the minima of the sources lie."""
+    flat = torch.stack([torch.cat([tensor.flatten() for tensor in gradient.values()]) for gradient in gradients])
+    unit = flat / flat.norm(dim=1, keepdim=True).clamp_min(_TINY)
+    return [[round(value, 4) for value in row] for row in (unit @ unit.T).tolist()]

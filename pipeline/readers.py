@@ -8,7 +8,8 @@ from __future__ import annotations
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,22 +32,53 @@ _BATCH_ROWS = 4096
 
 
 def read_parquet(
-    path: str, columns: list[str], check: Check, *, start_row: int = 0, only: npt.NDArray[np.int64] | None = None
+    path: str,
+    columns: list[str],
+    check: Check,
+    *,
+    start_row: int = 0,
+    stop_row: int | None = None,
+    only: npt.NDArray[np.int64] | None = None,
 ) -> Rows:
-    """Rows of a Parquet file. `only`: sorted row numbers; batches without any of them aren't decoded."""
+    """Rows of a Parquet file. `only`: sorted row numbers; batches without any of them aren't decoded. `stop_row` is a row group's first."""
+    place = ""
     try:
         with pq.ParquetFile(path) as file:
             check(columns, file.schema_arrow.names)
-            row = 0
-            for group in range(file.num_row_groups):
-                num_rows = file.metadata.row_group(group).num_rows
-                if row + num_rows > start_row and _any_within(only, row, row + num_rows):
+            for group, (row, end) in enumerate(_row_groups(file)):
+                if end > start_row and (stop_row is None or row < stop_row) and _any_within(only, row, end):
+                    place = f", rows {row} to {end - 1},"
                     yield from _row_group(file, group, row, columns, start_row, only)
-                row += num_rows
+    except (pa.ArrowException, OSError) as e:
+        raise UserError(
+            f"source {path}{place} can't be read as Parquet: {first_line(e)}; check the file, or say its format"
+        ) from e
+
+
+def parquet_ranges(path: str, num_rows: int) -> list[tuple[int, int]]:
+    """A Parquet file's rows as ranges of whole row groups, of `num_rows` or more where there are as many."""
+    ranges: list[tuple[int, int]] = []
+    for row, end in parquet_row_groups(path):
+        if ranges and ranges[-1][1] - ranges[-1][0] < num_rows:
+            row = ranges.pop()[0]
+        ranges.append((row, end))
+    return ranges
+
+
+def parquet_row_groups(path: str) -> list[tuple[int, int]]:
+    """First row of each row group, and the row after its last."""
+    try:
+        with pq.ParquetFile(path) as file:
+            return _row_groups(file)
     except (pa.ArrowException, OSError) as e:
         raise UserError(
             f"source {path} can't be read as Parquet: {first_line(e)}; check the file, or say its format"
         ) from e
+
+
+def _row_groups(file: pq.ParquetFile) -> list[tuple[int, int]]:
+    ends = np.cumsum([file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)], dtype=np.int64)
+    return list(pairwise([0, *ends.tolist()]))
 
 
 def _row_group(
@@ -93,27 +125,50 @@ def read_jsonl(
     only: npt.NDArray[np.int64] | None = None,
 ) -> Rows:
     """Rows of a file of JSON lines, plain, .gz or .zst. A row's number is its line's, from 0; blank lines are no rows."""
-    wanted = None if only is None else set(only.tolist())
     absent = set(columns)
-    checked = False
+    lines = read_lines(path, start_row=start_row, only=only)
+    yield from parse_lines(path, lines, text_column, check, absent)
+    if start_row == 0 and only is None:
+        require_present(path, text_column, absent)
+
+
+def read_lines(
+    path: str, *, start_row: int = 0, only: npt.NDArray[np.int64] | None = None
+) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file with their numbers, less the blank ones."""
+    wanted = None if only is None else set(only.tolist())
+    number = start_row
     try:
         with _open(path) as lines:
             for number, line in enumerate(lines):
-                if number < start_row or (wanted is not None and number not in wanted) or not line.strip():
-                    continue
-                values = _parse(path, number, line)
-                if values is None:
-                    yield number, {text_column: INVALID}
-                    continue
-                if not checked:
-                    # A line may lack what is optional, but a first line without text is a wrong column name.
-                    check([text_column], list(values))
-                    checked = True
-                absent -= values.keys()
-                yield number, values
+                if number >= start_row and (wanted is None or number in wanted) and line.strip():
+                    yield number, line
     except (pa.ArrowException, OSError, EOFError) as e:
-        raise UserError(f"source {path} can't be read: {first_line(e)}; check the file, or say its format") from e
-    if checked and absent and start_row == 0 and only is None:
+        raise UserError(
+            f"source {path} can't be read at line {number + 1}: {first_line(e)}; check the file, or say its format"
+        ) from e
+
+
+def parse_lines(
+    path: str, lines: Iterable[tuple[int, bytes]], text_column: str, check: Check | None, absent: set[str]
+) -> Rows:
+    """Rows of lines; takes out of `absent` the columns that they have. `check`: None where the lines aren't a file's first."""
+    for number, line in lines:
+        values = _parse(path, number, line)
+        if values is None:
+            yield number, {text_column: INVALID}
+            continue
+        if check is not None:
+            # A line may lack what is optional, but a first line without text is a wrong column name.
+            check([text_column], list(values))
+            check = None
+        absent.difference_update(values)
+        yield number, values
+
+
+def require_present(path: str, text_column: str, absent: Collection[str]) -> None:
+    """Refuses a whole file that has lines, but never a column that is asked for."""
+    if absent and text_column not in absent:
         raise UserError(
             f"source {path}: no line has the column {', '.join(sorted(absent))}; map it to another column, or leave it out"
         )

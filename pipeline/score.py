@@ -1,41 +1,56 @@
 """The job `score`: the influence of every document of the train split on the holdout loss.
 
-It trains a small scoring model on the corpus (scoring_model.py), keeps a few checkpoints of it, and at each compares every document's gradient with those of
-folds of the holdout (influence.py). Documents are scored in partitions; an attempt after a crash goes on at the first partition that isn't there.
-What the scores are made into is tier.py's.
+It trains a small scoring model on the corpus (scoring_model.py) or takes checkpoints as they are, makes of each the direction in which the holdout loss falls
+(estimators.py), and compares every document's gradient with it (influence.py), partition by partition (scoring.py) on an engine (engine.py). An attempt after a crash
+goes on at the first partition that isn't there. What the scores are made into is tier.py's.
 """
 
 from __future__ import annotations
 
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
-from manifests.jobs import Job, Report, make_job, report_nothing
+from manifests.jobs import Job, Report, canonical_json, make_job, report_nothing
 from manifests.policy import rights_inputs, that_may_be_read
-from manifests.schemas import TABLES
 from manifests.store import Store
 from manifests.tables import open_table
-from pipeline.scoring_texts import documents_of, draw_sample, encode_documents, holdout_folds
+from pipeline.engine import Engine, InProcess
+from pipeline.scoring_texts import (
+    Partition,
+    Probes,
+    count_documents,
+    draw_by_corpus,
+    draw_sample,
+    encode_documents,
+    holdout_probes,
+    partitions,
+)
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
+    from pipeline.influence import Direction, Form
+    from pipeline.scoring import Task
     from pipeline.scoring_model import Checkpoint
 
 Tokens = npt.NDArray[Any]
-METHODS = ("adam-cosine", "cosine", "adam-dot", "dot")
+ESTIMATORS = ("trajectory", "reverse")
+METRICS = ("adam", "none")
+FORMS = ("cosine", "layer-cosine", "dot")
+LAYERS = ("blocks", "all")
 DEFAULT_MODEL: Mapping[str, Any] = {
     "model_type": "llama",
     "hidden_size": 96,
@@ -46,19 +61,40 @@ DEFAULT_MODEL: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
-_BATCH_TOKENS = 2048
 _BYTES_PER_TOKEN = 8
 """More than a tokenizer ever makes of one token on average: how much text is enough for a number of tokens."""
+_MAX_SOURCES = 16
+"""Corpora whose gradients are compared with each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreConfig:
     """How documents are scored. Everything but `device` is part of the job's identity."""
 
+    estimator: str = "trajectory"
+    """trajectory: agreement along a training; reverse: influence at a trained model, by its curvature."""
+    form: str | None = None
+    """cosine, layer-cosine or dot; None: layer-cosine for a trajectory, dot for reverse."""
+    metric: str | None = None
+    """Of a trajectory: adam or none; None: adam where the training is done here."""
+    layers: str = "blocks"
+    """Linear layers whose gradients are compared: those of the blocks, or all, with the output head."""
+    projection: int | None = None
+    """Entries of each side of a layer that a gradient is cut down to, to save memory: random ones for a trajectory, the curvature's largest for reverse."""
+    damping: float = 0.1
+    """Of the curvature, as a share of its mean eigenvalue."""
+    curvature_documents: int = 512
+    """Documents that the curvature is measured on."""
+    probes: Mapping[str, float] | None = None
+    """Weight of each corpus of the holdout in the score; those not named have none. None: by their documents."""
     model: Mapping[str, Any] = field(default_factory=lambda: dict(DEFAULT_MODEL))
     """Config of the scoring model, as transformers names it, with `model_type`."""
     model_path: str | None = None
     """Folder of a local model to start from, instead of `model`."""
+    checkpoint_paths: tuple[str, ...] = ()
+    """Folders of local models, the checkpoints of a training elsewhere in their order: nothing is trained here."""
+    base_path: str | None = None
+    """Folder of the model before a fine-tuning: holdout documents count by how much their loss has changed since."""
     tokenizer: str | None = None
     """Id of the tokenizer; None: the only one of the store."""
     steps: int = 240
@@ -68,73 +104,134 @@ class ScoreConfig:
     learning_rate: float = 3e-3
     seed: int = 0
     num_checkpoints: int = 2
-    """Checkpoints at which documents are scored, evenly over the training."""
-    method: str = "adam-cosine"
-    """One of METHODS: cosine or dot product, with or without Adam's metric."""
+    """Checkpoints at which documents are compared, evenly over the training; one, its end, for reverse."""
     max_document_tokens: int = 64
     """Tokens of a document that one checkpoint looks at: of a longer one, another window at each checkpoint, from its beginning to its end."""
     num_folds: int = 4
-    """Folds of the holdout, for the standard error."""
+    """Folds of each probe, for the standard error."""
     max_holdout_documents: int = 1024
+    source_documents: int = 64
+    """Documents of each corpus whose mean gradients are compared with each other; 0: none."""
+    sample: int | None = None
+    """Score only so many documents, drawn evenly; `atoll distill` predicts the others. None: all."""
     partition_size: int = 2048
     """Documents scored between two commits."""
     device: str = "auto"
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ValueError(f"method {self.method!r} is none of {', '.join(METHODS)}")
-        for name in ("steps", "batch_size", "num_checkpoints", "partition_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
+        for name, among in (("estimator", ESTIMATORS), ("form", FORMS), ("metric", METRICS), ("layers", LAYERS)):
+            if (value := getattr(self, name)) is not None and value not in among:
+                raise ValueError(f"{name} {value!r} is none of {', '.join(among)}")
+        for name in ("steps", "batch_size", "num_checkpoints", "curvature_documents", "projection", "sample"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} is {value}; it must be 1 or more")
         for name in ("seq_len", "max_document_tokens", "num_folds"):
             if getattr(self, name) < 2:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 2 or more")
+        if self.partition_size < 1 or self.partition_size % 64:
+            raise ValueError(f"partition_size is {self.partition_size}; it must be a multiple of 64")
         if self.max_holdout_documents < self.num_folds:
             raise ValueError(f"max_holdout_documents is {self.max_holdout_documents}, less than num_folds")
         if self.steps < self.num_checkpoints:
             raise ValueError(f"num_checkpoints is {self.num_checkpoints}, more than the {self.steps} steps")
         if not 0 < self.learning_rate < 1:
             raise ValueError(f"learning_rate is {self.learning_rate}; it must be between 0 and 1")
+        if self.damping <= 0:
+            raise ValueError(f"damping is {self.damping}; it must be above 0")
         if self.model_path is None and "model_type" not in self.model:
             raise ValueError("model has no model_type; name one, such as llama")
+        if self.probes is not None and (
+            not self.probes or min(self.probes.values()) < 0 or not sum(self.probes.values())
+        ):
+            raise ValueError("probes need weights of 0 or more, one of them above 0")
+        if self.checkpoint_paths and self.model_path is not None:
+            raise ValueError("give a model to start from, or finished checkpoints, not both")
+        if self.estimator == "reverse" and self.metric is not None:
+            raise ValueError("metric goes with the trajectory estimator; reverse has the curvature as its metric")
+        if self.base_path is not None and self.estimator != "reverse":
+            raise ValueError("base_path goes with the reverse estimator")
+        if self.metric == "adam" and self.checkpoint_paths:
+            raise ValueError(
+                "metric adam needs the optimizer's state, which finished checkpoints don't hold; choose none"
+            )
+        if self.resolved_metric == "adam" and self.projection is not None:
+            raise ValueError("projection keeps no diagonal metric; choose metric none with it")
+
+    @property
+    def resolved_metric(self) -> str:
+        """The metric: adam, none, or the curvature's ekfac."""
+        if self.estimator == "reverse":
+            return "ekfac"
+        return self.metric or ("none" if self.checkpoint_paths or self.projection is not None else "adam")
+
+    @property
+    def resolved_form(self) -> str:
+        """The form of the comparison."""
+        return self.form or ("dot" if self.estimator == "reverse" else "layer-cosine")
+
+    @property
+    def resolved_num_checkpoints(self) -> int:
+        """Checkpoints at which documents are compared."""
+        if self.checkpoint_paths:
+            return len(self.checkpoint_paths)
+        return 1 if self.estimator == "reverse" else self.num_checkpoints
+
+    @property
+    def method(self) -> str:
+        """Name of the estimator with what makes its scores differ, as in `trajectory/adam-cosine`."""
+        return f"{self.estimator}/{self.resolved_metric}-{self.resolved_form}"
 
     def identity(self) -> dict[str, Any]:
         """What decides the scores: all but where they are computed."""
         return {name: value for name, value in asdict(self).items() if name != "device"}
 
 
-def score(store: Store, *, config: ScoreConfig, report: Report = report_nothing) -> dict[str, Any]:
-    """Scores all documents of the train split against the holdout.
+def score(
+    store: Store, *, config: ScoreConfig, engine: Engine | None = None, report: Report = report_nothing
+) -> dict[str, Any]:
+    """Scores the documents of the train split against the holdout.
+
+    Args:
+        engine: where partitions are worked on; None: in this process. The scores are the same bit for bit on the same kind of processor.
 
     Returns:
-        The job, the method, how many documents were scored and how many couldn't be (fewer than two tokens, or a loss that isn't a number), the share below zero,
-        the scoring model's losses, seconds; and `already_done` where the same job was finished before and nothing was changed.
+        The job, the method, how many documents were scored and how many weren't, by reason (too short, a repetition of the holdout, a loss that isn't a number), the share
+        below zero, the probes with their weights, the scoring model's losses, how far the corpora's gradients agree, seconds; and `already_done` where the same
+        job was finished before and nothing was changed.
 
     Raises:
-        UserError: there is nothing to score, no holdout, no tokenizer, or the model can't be built.
+        UserError: there is nothing to score, no holdout, no such probe, no tokenizer, or the model can't be built or doesn't fit the tokenizer.
         Failure: the scoring model diverged, or the text of a document is gone.
     """
     catalog = Catalog(store, rights=rights_of(store, "job:score"))
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
     ingests = catalog.query("SELECT DISTINCT job FROM documents ORDER BY job").column(0).to_pylist()
-    inputs = {"ingest": ingests, "tokenizer": tokenizer.id, "model_files": _fingerprint(config.model_path)}
+    models = [config.model_path, *config.checkpoint_paths, config.base_path]
+    inputs = {"ingest": ingests, "tokenizer": tokenizer.id, "model_files": [_fingerprint(path) for path in models]}
     inputs |= rights_inputs(catalog.rights)
     job = make_job(store, "score", config=config.identity() | {"tokenizer": tokenizer.id}, inputs=inputs)
     if (done := job.summary()) is not None:
         return done | {"already_done": True}
     started = time.monotonic()
-    documents = documents_of(catalog, "train")
-    if not len(documents):
+    num_documents = count_documents(catalog, "train")
+    if not num_documents:
         raise UserError(
             f"{store.uri} has no documents to score{that_may_be_read(catalog.rights)}; `atoll ingest` brings them"
         )
-    holdout = holdout_folds(catalog, tokenizer, num_folds=config.num_folds, max_documents=config.max_holdout_documents)
-    scoring = _Scoring(job, catalog, tokenizer, config, holdout, report)
-    scoring.run(documents)
+    probes, too_small = holdout_probes(
+        catalog, tokenizer, num_folds=config.num_folds, max_documents=config.max_holdout_documents
+    )
+    weights = _probe_weights(probes, config.probes)
+    scoring = _Scoring(job, catalog, tokenizer, config, {name: probes[name] for name in weights}, weights, report)
+    num_wanted = min(num_documents, config.sample or num_documents)
+    scoring.run(engine or InProcess(), num_wanted)
     summary = {
         "job": job.id,
         "method": config.method,
-        **_counts(store, job, num_documents=len(documents)),
+        **_counts(store, job, num_wanted=num_wanted),
+        "left_out": scoring.left_out(),
+        "probes": {name: round(weight, 4) for name, weight in weights.items()},
+        "corpora_without_probe": too_small,
         **scoring.facts,
         "seconds": round(time.monotonic() - started, 1),
     }
@@ -151,144 +248,264 @@ class _Scoring:
         catalog: Catalog,
         tokenizer: LoadedTokenizer,
         config: ScoreConfig,
-        holdout: list[list[Tokens]],
+        probes: Probes,
+        weights: Mapping[str, float],
         report: Report,
     ) -> None:
-        from pipeline.scoring_model import build_model, choose_device, parameter_groups
+        from pipeline.gradients import linear_layers
+        from pipeline.scoring_model import build_model, choose_device
 
         self._job, self._catalog, self._tokenizer, self._config = job, catalog, tokenizer, config
-        self._holdout, self._report = holdout, report
+        self._probes, self._weights, self._report = probes, weights, report
         self._device = choose_device(config.device)
+        self._model_path = config.checkpoint_paths[0] if config.checkpoint_paths else config.model_path
+        self._longest = max(config.seq_len, config.max_document_tokens)
         self._model: Any = build_model(
             config.model,
-            config.model_path,
+            self._model_path,
             vocab_size=tokenizer.vocab_size,
-            longest=max(config.seq_len, config.max_document_tokens),
+            longest=self._longest,
             seed=config.seed,
             device=self._device,
         )
-        self._groups = parameter_groups([name for name, _ in self._model.named_parameters()], self._model)
+        try:
+            self._layers = linear_layers(self._model, config.layers)
+        except ValueError as e:
+            raise UserError(f"scoring model {self._model_path or dict(config.model)}: {e}; choose another") from e
         self.facts: dict[str, Any] = {
-            "holdout_documents": sum(len(fold) for fold in holdout),
+            "holdout_documents": sum(len(fold) for folds in probes.values() for fold in folds),
             "parameters": sum(parameter.numel() for parameter in self._model.parameters()),
-            "checkpoints": [],
         }
 
-    def run(self, documents: pa.Table) -> None:
+    def run(self, engine: Engine, num_wanted: int) -> None:
         """Appends all partitions that aren't there yet."""
-        checkpoints = self._checkpoints(documents)
-        targets = [self._targets(k, checkpoint) for k, checkpoint in enumerate(checkpoints)]
-        size = self._config.partition_size
-        parts = range(1, -(-len(documents) // size) + 1)
-        finished = open_table(self._job.store, "influence").transaction_version(f"job/{self._job.id}/influence") or 0
-        for part in parts:
-            self._report("score", min((part - 1) * size, len(documents)), len(documents))
-            if part > finished:
-                rows = self._score_part(documents.slice((part - 1) * size, size), checkpoints, targets)
-                self._job.append("influence", rows, part=part)
-        self._report("score", len(documents), len(documents))
+        from pipeline.scoring import score_partition
 
-    def _checkpoints(self, documents: pa.Table) -> list[Checkpoint]:
-        """From the store; trained first where they aren't all there."""
-        from pipeline.scoring_model import Checkpoint, pack, train
+        task, store = self._prepare(), self._job.store
+        finished = open_table(store, "influence").transaction_version(f"job/{self._job.id}/influence") or 0
+        done = 0
 
-        config, store = self._config, self._job.store
-        paths = [f"scoring/{self._job.id}/checkpoint-{k}.safetensors" for k in range(config.num_checkpoints)]
+        def missing() -> Iterator[Partition]:
+            nonlocal done
+            for part in partitions(
+                Catalog(store, rights=self._catalog.rights),
+                size=self._config.partition_size,
+                sample=self._config.sample,
+                seed=self._config.seed,
+            ):
+                if part.number > finished:
+                    yield part
+                else:
+                    done += len(part.ids)
+
+        self._report("score", 0, num_wanted)
+        for scored in engine.map(partial(score_partition, task), missing(), name=lambda part: part.name):
+            # Before the rows: a partition that lies there is never counted again.
+            store.put_content(self._left_out_path(scored.number), canonical_json(scored.left_out).encode())
+            self._job.append("influence", scored.rows, part=scored.number)
+            done += scored.rows.num_rows + sum(scored.left_out.values())
+            self._report("score", done, num_wanted)
+
+    def left_out(self) -> dict[str, int]:
+        """Documents without a score, by reason, over all partitions."""
+        total: Counter[str] = Counter()
+        for info in self._job.store.list(f"scoring/{self._job.id}/left-out/"):
+            total.update(json.loads(self._job.store.get(info.path)))
+        return dict(sorted(total.items()))
+
+    def _left_out_path(self, number: int) -> str:
+        return f"scoring/{self._job.id}/left-out/{number:08d}.json"
+
+    def _prepare(self) -> Task:
+        """All that workers find in the store, made where it isn't there; what lies there counts, so that all partitions are scored alike."""
+        import safetensors.numpy
+
+        from pipeline.overlap import holdout_hashes
+        from pipeline.scoring import Task, direction_path, ngrams_path, num_threads
+
+        config, store, job = self._config, self._job.store, self._job.id
+        checkpoints = self._checkpoints()
+        facts_path = f"scoring/{job}/facts.json"
+        names = [direction_path(job, k) for k in range(len(checkpoints))]
+        if not all(store.exists(path) for path in [*names, ngrams_path(job), facts_path]):
+            documents = [tokens for folds in self._probes.values() for fold in folds for tokens in fold]
+            store.put_content(ngrams_path(job), safetensors.numpy.save({"ngrams": holdout_hashes(documents)}))
+            facts = []
+            for k, (path, checkpoint) in enumerate(zip(names, checkpoints, strict=True)):
+                self._report("compare with the holdout", k, len(checkpoints))
+                direction, found = self._direction(k, checkpoint)
+                store.put_content(path, direction.to_bytes())
+                facts.append(found)
+            store.put_content(facts_path, canonical_json(facts).encode())
+        self.facts["checkpoints"] = json.loads(store.get(facts_path))
+        count = sum(len(fold) for folds in self._probes.values() for fold in folds)
+        return Task(
+            store=store.uri,
+            job=job,
+            tokenizer=self._tokenizer.id,
+            model=json.dumps(dict(config.model), sort_keys=True),
+            model_path=self._model_path,
+            seed=config.seed,
+            num_checkpoints=len(checkpoints),
+            num_folds=config.num_folds,
+            form=_form(config),
+            method=config.method,
+            probe=f"holdout, {count} documents: " + ", ".join(f"{name} {w:.3g}" for name, w in self._weights.items()),
+            probe_weights=tuple(self._weights.values()),
+            longest=config.max_document_tokens,
+            sequence_length=self._longest,
+            device=config.device,
+            num_threads=num_threads(self._device),
+        )
+
+    def _checkpoints(self) -> list[Checkpoint]:
+        """From the store; made first where they aren't all there."""
+        from pipeline.scoring import checkpoint_path
+        from pipeline.scoring_model import Checkpoint
+
+        store, number = self._job.store, self._config.resolved_num_checkpoints
+        paths = [checkpoint_path(self._job.id, k) for k in range(number)]
         if not all(store.exists(path) for path in paths):
-            num_tokens = config.steps * config.batch_size * config.seq_len
-            sample = draw_sample(documents, num_bytes=num_tokens * _BYTES_PER_TOKEN, seed=config.seed)
-            trained = train(
-                self._model,
-                pack(
-                    list(encode_documents(self._catalog, self._tokenizer, sample).values()),
-                    num_tokens=num_tokens,
-                    seed=config.seed,
-                ),
-                batch_size=config.batch_size,
-                seq_len=config.seq_len,
-                learning_rate=config.learning_rate,
-                num_checkpoints=config.num_checkpoints,
-                report=self._report,
-            )
-            for path, checkpoint in zip(paths, trained, strict=True):
+            for path, checkpoint in zip(paths, self._make_checkpoints(number), strict=True):
                 store.put_content(path, checkpoint.to_bytes())
-        # What lies there counts, also where another attempt wrote it: all partitions are scored by the same checkpoints.
         return [Checkpoint.from_bytes(store.get(path)).to(self._device) for path in paths]
 
-    def _targets(self, k: int, checkpoint: Checkpoint) -> list[dict[str, torch.Tensor]]:
-        """The holdout gradient of each fold at a checkpoint."""
-        from pipeline.influence import mean_gradient, pad
+    def _make_checkpoints(self, number: int) -> Iterator[Checkpoint]:
+        from pipeline.scoring_model import finished_checkpoint, pack, train
 
-        folds, losses = [], []
-        for fold in self._holdout:
-            batches = (pad(windows, device=self._device) for _, windows in self._windows(fold, k))
-            gradient, loss = mean_gradient(self._model, checkpoint.parameters, batches)
-            folds.append(gradient)
-            losses.append(loss)
-        self.facts["checkpoints"].append(
-            {
-                "step": checkpoint.step,
-                "learning_rate": checkpoint.learning_rate,
-                "train_loss": round(checkpoint.train_loss, 4),
-                "holdout_loss": round(float(np.mean(losses)), 4),
-            }
+        config = self._config
+        if config.checkpoint_paths:
+            yield from (finished_checkpoint(path, like=self._model) for path in config.checkpoint_paths)
+            return
+        num_tokens = config.steps * config.batch_size * config.seq_len
+        sample = draw_sample(self._catalog, num_bytes=num_tokens * _BYTES_PER_TOKEN, seed=config.seed)
+        documents = list(encode_documents(self._catalog, self._tokenizer, sample).values())
+        yield from train(
+            self._model,
+            pack(documents, num_tokens=num_tokens, seed=config.seed),
+            batch_size=config.batch_size,
+            seq_len=config.seq_len,
+            learning_rate=config.learning_rate,
+            num_checkpoints=number,
+            report=self._report,
         )
-        return folds
 
-    def _score_part(
-        self, documents: pa.Table, checkpoints: Sequence[Checkpoint], targets: list[list[dict[str, torch.Tensor]]]
-    ) -> pa.Table:
+    def _direction(self, k: int, checkpoint: Checkpoint) -> tuple[Direction, dict[str, Any]]:
+        """What documents are compared with at a checkpoint, and what is to be told of it."""
+        from pipeline.estimators import fit_curvature, reverse_direction, trajectory_direction
+        from pipeline.gradients import mean_gradient
+
+        config = self._config
+        gradients, losses = [], {}
+        for name, folds in self._probes.items():
+            found = []
+            for fold in folds:
+                batches = self._batches(fold, k)
+                weights = self._changes(batches, checkpoint)
+                gradient, losses_D = mean_gradient(self._model, checkpoint.parameters, self._layers, batches, weights)
+                gradients.append(gradient)
+                found.append(float(losses_D.mean()))
+            losses[name] = round(float(np.mean(found)), 4)
+        facts: dict[str, Any] = {
+            "step": checkpoint.step,
+            "learning_rate": checkpoint.learning_rate,
+            "train_loss": round(checkpoint.train_loss, 4) if np.isfinite(checkpoint.train_loss) else None,
+            "holdout_loss": losses,
+        } | self._agreement(k, checkpoint, gradients)
+        if config.estimator == "reverse":
+            sample = draw_sample(
+                self._catalog,
+                num_bytes=config.curvature_documents * 4 * _BYTES_PER_TOKEN * config.max_document_tokens,
+                seed=config.seed,
+            )[: config.curvature_documents]
+            documents = list(encode_documents(self._catalog, self._tokenizer, sample).values())
+            curvature = fit_curvature(
+                self._model, checkpoint.parameters, self._layers, self._batches(documents, k), rank=config.projection, seed=config.seed
+            )  # fmt: skip
+            return reverse_direction(gradients, curvature, damping=config.damping), facts
+        return trajectory_direction(
+            self._model,
+            gradients,
+            learning_rate=checkpoint.learning_rate,
+            second_moments=checkpoint.second_moments if config.resolved_metric == "adam" else None,
+            rank=config.projection,
+            seed=config.seed,
+        ), facts
+
+    def _agreement(self, k: int, checkpoint: Checkpoint, columns: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """Cosines between the mean gradients of the corpora, and of the holdout's probes."""
+        from pipeline.gradients import mean_gradient
+        from pipeline.influence import cosines
+
+        config = self._config
+        if not config.source_documents:
+            return {}
+        drawn = draw_by_corpus(
+            self._catalog, num_each=config.source_documents, max_corpora=_MAX_SOURCES, seed=config.seed
+        )
+        named = {}
+        for corpus, ids in drawn.items():
+            batches = self._batches(list(encode_documents(self._catalog, self._tokenizer, ids).values()), k)
+            if batches:
+                named[corpus] = mean_gradient(self._model, checkpoint.parameters, self._layers, batches)[0]
+        folds = config.num_folds
+        for number, probe in enumerate(self._probes):
+            own = columns[number * folds : (number + 1) * folds]
+            named[f"holdout: {probe}"] = {layer: sum(c[layer] for c in own) / folds for layer in own[0]}  # type: ignore[misc]
+        return {"sources": list(named), "source_cosines": cosines(list(named.values()))}
+
+    def _changes(self, batches: Sequence[tuple[Tensor, Tensor]], checkpoint: Checkpoint) -> list[Tensor] | None:
+        """How much each holdout document's loss has changed since the base model, where there is one."""
         import torch
 
-        from pipeline.influence import adam_preconditioner, agreement, combine, document_gradients, pad
+        from pipeline.gradients import document_losses
+        from pipeline.scoring_model import finished_checkpoint
 
-        ids = documents["doc_id"].combine_chunks()
-        encoded = encode_documents(self._catalog, self._tokenizer, ids)
-        sequences = [encoded[doc_id] for doc_id in ids.to_pylist()]
-        adam, form = "adam" in self._config.method, "cosine" if "cosine" in self._config.method else "dot"
-        scores_DKF = torch.full((len(sequences), len(checkpoints), len(self._holdout)), torch.nan)
-        for k, checkpoint in enumerate(checkpoints):
-            scale = adam_preconditioner(checkpoint.second_moments) if adam else None
-            for places, windows in self._windows(sequences, k):
-                gradients, _ = document_gradients(
-                    self._model, checkpoint.parameters, *pad(windows, device=self._device)
-                )
-                found = agreement(gradients, targets[k], form=form, preconditioner=scale, groups=self._groups)  # type: ignore[arg-type]
-                scores_DKF[places, k] = found.float().cpu()
-        score_D, stderr_D = combine(scores_DKF, [checkpoint.learning_rate for checkpoint in checkpoints])
-        kept = torch.isfinite(score_D) & torch.isfinite(stderr_D)
-        return self._rows(ids.filter(pa.array(kept.numpy())), score_D[kept].numpy(), stderr_D[kept].numpy())
+        if self._config.base_path is None:
+            return None
+        base = finished_checkpoint(self._config.base_path, like=self._model).to(self._device)
+        with torch.no_grad():
+            return [
+                (
+                    document_losses(self._model, base.parameters, *batch)
+                    - document_losses(self._model, checkpoint.parameters, *batch)
+                ).abs()
+                for batch in batches
+            ]
 
-    def _rows(self, ids: Any, scores: npt.NDArray[np.float64], stderrs: npt.NDArray[np.float64]) -> pa.Table:
-        same = {
-            "method": self._config.method,
-            "checkpoint": f"scoring/{self._job.id}",
-            "probe": f"holdout, {sum(map(len, self._holdout))} documents in {len(self._holdout)} folds",
-            "scored_at": datetime.now(UTC),
-            "direct": True,
-            "job": self._job.id,
-        }
-        own = {"doc_id": ids, "score": pa.array(scores), "stderr": pa.array(stderrs)}
-        schema = TABLES["influence"].schema
-        columns = [own[f.name] if f.name in own else pa.array([same[f.name]] * len(ids), f.type) for f in schema]
-        return pa.Table.from_arrays(columns, schema=schema)
+    def _batches(self, documents: Sequence[Tokens], k: int) -> list[tuple[Tensor, Tensor]]:
+        from pipeline.gradients import pad
+        from pipeline.scoring import windows_at
 
-    def _windows(self, sequences: Sequence[Tokens], k: int) -> Iterator[tuple[list[int], list[Tokens]]]:
-        """Places and windows of the documents at checkpoint k, batch by batch."""
-        from pipeline.influence import batches_by_length, window
-
-        longest, last = self._config.max_document_tokens, self._config.num_checkpoints - 1
-        windows = [window(tokens, longest=longest, at=k / last if last else 0.0) for tokens in sequences]
-        for places in batches_by_length([len(w) for w in windows], size=max(1, _BATCH_TOKENS // longest)):
-            yield places, [windows[place] for place in places]
+        config = self._config
+        windows = windows_at(
+            documents, k, num_checkpoints=config.resolved_num_checkpoints, longest=config.max_document_tokens
+        )
+        return [pad(batch, device=self._device) for _, batch in windows]
 
 
-def _counts(store: Store, job: Job, *, num_documents: int) -> dict[str, Any]:
+def _form(config: ScoreConfig) -> Form:
+    return config.resolved_form  # type: ignore[return-value]
+
+
+def _probe_weights(probes: Probes, wanted: Mapping[str, float] | None) -> dict[str, float]:
+    """Weight of each probe, summing to 1; only those that have any."""
+    given = wanted if wanted is not None else {name: sum(map(len, folds)) for name, folds in probes.items()}
+    unknown = sorted(set(given) - set(probes))
+    if unknown:
+        raise UserError(
+            f"probe {unknown[0]!r} is no corpus of the holdout with enough documents; there are: {', '.join(probes)}"
+        )
+    total = sum(given.values())
+    return {name: given[name] / total for name in probes if given.get(name)}
+
+
+def _counts(store: Store, job: Job, *, num_wanted: int) -> dict[str, Any]:
     sql = "SELECT count(*) AS scored, coalesce(avg((score < 0)::INT), 0) AS share_negative FROM raw.influence WHERE job = ?"
     row = Catalog(store).rows(sql, [job.id])[0]
     return {
         "documents": row["scored"],
-        "unscored": num_documents - row["scored"],
+        "unscored": num_wanted - row["scored"],
         "share_negative": round(row["share_negative"], 4),
     }
 

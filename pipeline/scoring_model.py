@@ -83,7 +83,7 @@ def choose_device(name: str) -> torch.device:
 def build_model(
     config: Mapping[str, Any], path: str | None, *, vocab_size: int, longest: int, seed: int, device: torch.device
 ) -> Module:
-    """A Hugging Face causal LM with eager attention (per-document gradients need it).
+    """A Hugging Face causal LM.
 
     Args:
         config: fields of the model's config, with `model_type`; the vocabulary is the tokenizer's unless named. Weights are drawn by the seed.
@@ -100,14 +100,14 @@ def build_model(
             if not Path(path).is_dir():
                 raise UserError(f"scoring model {path}: there is no such folder; give the folder of a local model")
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                path, local_files_only=True, attn_implementation="eager", torch_dtype=torch.float32
+                path, local_files_only=True, torch_dtype=torch.float32
             )
         else:
             fields = {"vocab_size": vocab_size} | {k: v for k, v in config.items() if k != "model_type"}
             built = transformers.AutoConfig.for_model(str(config["model_type"]), **fields)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
-                model = transformers.AutoModelForCausalLM.from_config(built, attn_implementation="eager")
+                model = transformers.AutoModelForCausalLM.from_config(built)
         with torch.no_grad():
             model(input_ids=torch.zeros(1, 2, dtype=torch.long))  # some configs are only found wrong when used
     except (KeyError, ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
@@ -124,13 +124,36 @@ def build_model(
     return model.to(device).eval()
 
 
-def parameter_groups(names: Sequence[str], model: Any) -> list[list[str]]:
-    """Embeddings (input and output) and all the rest: the two groups between which influence is balanced."""
-    edges = [model.get_input_embeddings(), model.get_output_embeddings()]
-    at_edge = {id(parameter) for module in edges if module is not None for parameter in module.parameters()}
-    edge_names = {name for name, parameter in model.named_parameters() if id(parameter) in at_edge}
-    groups = [[n for n in names if n in edge_names], [n for n in names if n not in edge_names]]
-    return [group for group in groups if group]
+def finished_checkpoint(path: str, *, like: Any) -> Checkpoint:
+    """A local model as a checkpoint of weight 1, without an optimizer's state.
+
+    Args:
+        like: a model whose parameters it must have.
+
+    Raises:
+        UserError: no such model, or one of another shape.
+    """
+    import transformers
+
+    try:
+        if not Path(path).is_dir():
+            raise UserError(f"checkpoint {path}: there is no such folder; give the folder of a local model")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, torch_dtype=torch.float32
+        )
+    except (KeyError, ValueError, TypeError, OSError, RuntimeError, ImportError) as e:
+        raise UserError(f"checkpoint {path}: {first_line(e)}; give the folder of a local model") from e
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    expected = {name: parameter.shape for name, parameter in like.named_parameters()}
+    wrong = sorted(
+        n for n in expected.keys() | parameters.keys() if n not in parameters or parameters[n].shape != expected.get(n)
+    )
+    if wrong:
+        raise UserError(
+            f"checkpoint {path}: its parameter {wrong[0]} is missing or of another shape than in the scoring model; "
+            "give checkpoints of one training"
+        )
+    return Checkpoint(step=0, learning_rate=1.0, train_loss=math.nan, parameters=parameters, second_moments={})
 
 
 def pack(documents: Sequence[Tokens], *, num_tokens: int, seed: int) -> Tokens:

@@ -189,31 +189,64 @@ def read_rows(
     Raises:
         UserError: the file is missing or isn't what the format says, a column is missing, or text isn't text. The message has the mend.
     """
-    # What must be in the source, and which of it holds the text.
-    columns = sorted({name for name in spec.columns.values() if not name.startswith("rollout.")})
-    text_column, mend = spec.columns["text"], "map the column of ours to one of these"
-    if spec.format == "finephrase":
-        columns, text_column = sorted({*columns, "rollout_results"}), "rollout_results"
-        mend = "FinePhrase has the original as text, the synthetic text in rollout_results; use format parquet or jsonl for a plain file"
-
-    def check(needed: Sequence[str], there: Sequence[str]) -> None:
-        if missing := [name for name in needed if name not in there]:
-            raise UserError(f"source {spec.uri} has no column {', '.join(missing)}; it has {', '.join(there)}; {mend}")
-
+    layout = Layout.of(spec)
     if spec.format == "datasets":
-        rows = readers.read_datasets(spec.uri, spec.subset, spec.split, columns, check, start_row=start_row, only=only)
-    elif not Path(spec.uri).is_file():
-        raise UserError(f"source {spec.uri}: the file doesn't exist; check the path")
-    elif spec.format == "jsonl" or (spec.format != "parquet" and spec.uri.endswith(_JSON_ENDS)):
-        rows = readers.read_jsonl(spec.uri, text_column, columns, check, start_row=start_row, only=only)
+        rows = read_datasets(spec, start_row=start_row, only=only)
+    elif is_jsonl(spec):
+        rows = readers.read_jsonl(spec.uri, layout.text, layout.columns, layout.check, start_row=start_row, only=only)
     else:
-        rows = readers.read_parquet(spec.uri, columns, check, start_row=start_row, only=only)
-    map_row = _mapper(spec)
+        rows = readers.read_parquet(spec.uri, layout.columns, layout.check, start_row=start_row, only=only)
+    map_row = mapper(spec)
     for row, values in rows:
         yield map_row(row, values)
 
 
-def _mapper(spec: SourceSpec) -> Callable[[int, Mapping[str, Any]], SourceDocument | RejectedRow]:
+def read_datasets(spec: SourceSpec, *, start_row: int = 0, only: npt.NDArray[np.int64] | None = None) -> readers.Rows:
+    """Rows of a `datasets` source as they stand."""
+    layout = Layout.of(spec)
+    return readers.read_datasets(
+        spec.uri, spec.subset, spec.split, layout.columns, layout.check, start_row=start_row, only=only
+    )
+
+
+def is_jsonl(spec: SourceSpec) -> bool:
+    """Whether a source is a file of JSON lines; UserError where it's to be a file and there is none."""
+    if spec.format == "datasets":
+        return False
+    if not Path(spec.uri).is_file():
+        raise UserError(f"source {spec.uri}: the file doesn't exist; check the path")
+    return spec.format == "jsonl" or (spec.format != "parquet" and spec.uri.endswith(_JSON_ENDS))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """What is read of a source's columns."""
+
+    columns: list[str]
+    """Must be there."""
+    text: str
+    """The one that holds the text."""
+    check: readers.Check
+
+    @classmethod
+    def of(cls, spec: SourceSpec) -> Layout:
+        columns = sorted({name for name in spec.columns.values() if not name.startswith("rollout.")})
+        text, mend = spec.columns["text"], "map the column of ours to one of these"
+        if spec.format == "finephrase":
+            columns, text = sorted({*columns, "rollout_results"}), "rollout_results"
+            mend = "FinePhrase has the original as text, the synthetic text in rollout_results; use format parquet or jsonl for a plain file"
+
+        def check(needed: Sequence[str], there: Sequence[str]) -> None:
+            if missing := [name for name in needed if name not in there]:
+                raise UserError(
+                    f"source {spec.uri} has no column {', '.join(missing)}; it has {', '.join(there)}; {mend}"
+                )
+
+        return cls(columns=columns, text=text, check=check)
+
+
+def mapper(spec: SourceSpec) -> Callable[[int, Mapping[str, Any]], SourceDocument | RejectedRow]:
+    """What makes a source's rows, as they stand, into ours."""
     columns = spec.columns
     kind = spec.prompt or (_prompt_of_path(spec.uri) if spec.format == "finephrase" else None)
     text_column, parent_column = columns["text"], columns.get("parent_text")

@@ -80,6 +80,12 @@ OutOption = Annotated[
 ]
 SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 DeviceOption = Annotated[str, typer.Option(help="cpu, cuda, or auto.")]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="Work on a Ray cluster: HOST:PORT, auto, or local to start one here."
+    ),
+]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
 ]

@@ -21,6 +21,7 @@ from tools.app import (
     TRAIN,
     DeviceOption,
     FormatOption,
+    RayOption,
     RunOption,
     SeedOption,
     StoreOption,
@@ -32,13 +33,13 @@ from tools.app import (
     print_summary,
     say_done_before,
 )
-from tools.commands import ask, keep, policy, score, steer, tier
+from tools.commands import ask, distill, keep, policy, score, steer, tier
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
-COMMANDS = (ask, keep, policy, score, steer, tier)
+COMMANDS = (ask, distill, keep, policy, score, steer, tier)
 """Modules that add their commands by being imported."""
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
@@ -79,12 +80,14 @@ def ingest(
         str | None, typer.Option(help="Configuration of a --format datasets source, such as sample-10BT.")
     ] = None,
     holdout_share: Annotated[float, typer.Option(help="Share of the real documents kept aside as the holdout.")] = 0.02,
+    ray: RayOption = None,
 ) -> None:
     """Read documents into the store; makes the store where there is none.
 
     Example: atoll ingest wiki.parquet --corpus wikipedia --license CC-BY-SA-4.0
     """
     from manifests.tables import create_store
+    from pipeline.engine import open_engine
     from pipeline.ingest import ingest as run_ingest
     from pipeline.sources import SourceSpec
     from tools.progress import progress_report
@@ -102,8 +105,8 @@ def ingest(
         split=split,
         subset=subset,
     )
-    with progress_report() as report:
-        summary = run_ingest(create_store(store), [spec], holdout_share=holdout_share, report=report)
+    with open_engine(ray) as engine, progress_report() as report:
+        summary = run_ingest(create_store(store), [spec], holdout_share=holdout_share, engine=engine, report=report)
     say_done_before(summary)
     for name, counts in summary["corpora"].items():
         STDERR.print(
@@ -225,6 +228,13 @@ def train(
     model: Annotated[
         str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
     ] = None,
+    online_influence: Annotated[
+        bool,
+        typer.Option(
+            "--online-influence",
+            help="Measure what every span contributes to the descent of the holdout loss; `atoll ask online_influence` sums it up.",
+        ),
+    ] = False,
     tier_version: Annotated[
         int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")
     ] = None,
@@ -255,6 +265,7 @@ def train(
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
         model=model_of(model) or {},
+        online_influence=online_influence,
         seed=seed,
         device=device,
     )

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.text import Text
 
 from manifests.jobs import Report
 from tools.output import STDERR
@@ -32,6 +36,7 @@ def progress_report() -> Iterator[Report]:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
+        _RateColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
@@ -46,13 +51,34 @@ def progress_report() -> Iterator[Report]:
         yield report
 
 
+class _RateColumn(ProgressColumn):
+    """Units per second, of late."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(_rate(speed) if speed else "")
+
+
 class _LineReport:
     def __init__(self) -> None:
+        self._began: dict[str, tuple[float, int]] = {}
+        """When a kind of work was first heard of, and what had been done of it by then: an earlier attempt's, say."""
         self._printed_at: dict[str, float] = {}
 
     def __call__(self, what: str, done: int, total: int | None) -> None:
         now = time.monotonic()
-        first = self._printed_at.setdefault(what, now)
-        if (total is not None and done >= total) or now - first >= _LINE_EVERY_S:
+        began, done_before = self._began.setdefault(what, (now, done))
+        finished = total is not None and done >= total
+        if finished or now - self._printed_at.setdefault(what, now) >= _LINE_EVERY_S:
             self._printed_at[what] = now
-            STDERR.print(f"  {what}: {done:,}" + (f" of {total:,}" if total is not None else ""))
+            text = f"  {what}: {done:,}" + (f" of {total:,}" if total is not None else "")
+            if done > done_before and now > began:
+                speed = (done - done_before) / (now - began)
+                text += f", {_rate(speed)}"
+                if total is not None and not finished:
+                    text += f", {timedelta(seconds=round((total - done) / speed))} left"
+            STDERR.print(text)
+
+
+def _rate(speed: float) -> str:
+    return f"{speed:,.0f}/s" if speed >= 10 else f"{speed:.2g}/s"

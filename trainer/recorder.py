@@ -16,18 +16,25 @@ _SCHEMA = TABLES["consumption"].schema
 
 
 class SpanRecorder:
-    """Collects the spans of steps, with their losses."""
+    """Collects the spans of steps, with their losses and their contributions."""
 
     def __init__(self) -> None:
         self._clear()
 
-    def record(self, step: int, sequences: Seq[Sequence], losses_BL: npt.NDArray[np.float32]) -> None:
+    def record(
+        self,
+        step: int,
+        sequences: Seq[Sequence],
+        losses_BL: npt.NDArray[np.float32],
+        contributions_BL: npt.NDArray[np.float32] | None = None,
+    ) -> None:
         """Notes the spans of one step.
 
         Args:
             step: number of the inner step.
             sequences: the batch, in its order.
             losses_BL: loss of every predicted token, (batch, seq_len - 1): the sequence's first token is not predicted.
+            contributions_BL: contribution of every place, (batch, seq_len); None: not measured.
         """
         self._seq_len = len(sequences[0].tokens)
         for number, (sequence, losses) in enumerate(zip(sequences, losses_BL, strict=True)):
@@ -35,11 +42,17 @@ class SpanRecorder:
             self._steps += [step] * len(sequence.spans)
             self._numbers += [number] * len(sequence.spans)
             self._losses.append(_mean_losses(sequence.spans, losses))
+            if contributions_BL is None:
+                self._contributions.append(np.full(len(sequence.spans), np.nan, dtype=np.float32))
+            else:
+                self._contributions.append(_sums(sequence.spans, contributions_BL[number]))
 
     def take(self, *, run: str, island: int, incarnation: int, checkpoint: bytes) -> pa.Table:
         """Everything noted since the last call, as rows of `consumption` that count with a checkpoint."""
         spans, count = self._spans, len(self._spans)
-        losses = np.concatenate(self._losses) if self._losses else np.empty(0, dtype=np.float32)
+        nothing = np.empty(0, dtype=np.float32)
+        losses = np.concatenate([nothing, *self._losses])
+        contributions = np.concatenate([nothing, *self._contributions])
         position = np.asarray(self._numbers, dtype=np.int64) * self._seq_len + [span.offset for span in spans]
         columns: dict[str, Any] = {
             "run": [run] * count,
@@ -55,6 +68,7 @@ class SpanRecorder:
             "tokens": [span.tokens for span in spans],
             "loss": pa.array(losses, pa.float32(), from_pandas=True),
             "checkpoint": [checkpoint] * count,
+            "contribution": pa.array(contributions, pa.float32(), from_pandas=True),
         }
         self._clear()
         return pa.table([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
@@ -65,6 +79,7 @@ class SpanRecorder:
         self._numbers: list[int] = []
         self._seq_len = 0
         self._losses: list[npt.NDArray[np.float32]] = []
+        self._contributions: list[npt.NDArray[np.float32]] = []
 
 
 def _mean_losses(spans: Seq[Span], losses: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -75,3 +90,10 @@ def _mean_losses(spans: Seq[Span], losses: npt.NDArray[np.float32]) -> npt.NDArr
     predicted = np.maximum(end - first, 0)
     means = (sums[np.maximum(end, first)] - sums[first]) / np.where(predicted > 0, predicted, np.nan)
     return means.astype(np.float32)
+
+
+def _sums(spans: Seq[Span], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Sum over each span's places."""
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    first = np.asarray([span.offset for span in spans])
+    return (sums[first + [span.tokens for span in spans]] - sums[first]).astype(np.float32)

@@ -49,13 +49,13 @@ def tell(store: Store) -> Catalog:
     append(store, "checkpoints", [row | {"written_at": START + timedelta(minutes=n)} for n, row in enumerate(rows)])
     spans = [
         _span(A1, "r", 0, 1, "a", "S", 10, loss=4.0),
-        _span(A2, "r", 0, 2, "b", "S", 20, loss=3.0),
+        _span(A2, "r", 0, 2, "b", "S", 20, loss=3.0, contribution=0.5),
         _span(B1, "r", 1, 1, "c", "B", 40, loss=5.0),
-        _span(B2, "r", 1, 2, "c", "B", 80, loss=2.0),
+        _span(B2, "r", 1, 2, "c", "B", 80, loss=2.0, contribution=-0.25),
         _span(b"never committed!", "r", 1, 3, "d", "C", 160, loss=1.0),
-        _span(C2, "b", 0, 2, "e", "A", 5, loss=6.0),
+        _span(C2, "b", 0, 2, "e", "A", 5, loss=6.0, contribution=0.25),
         _span(C2, "b", 0, 2, "e", "A", 6, loss=None, token_start=5),
-        _span(C3, "b", 0, 3, "b", "S", 20, loss=2.0),
+        _span(C3, "b", 0, 3, "b", "S", 20, loss=2.0, contribution=1.0),
         _span(D2, "b", 1, 2, "c", "B", 40, loss=4.0),
         _span(D3, "b", 1, 3, "a", "S", 7, loss=1.0),
     ]
@@ -136,10 +136,12 @@ def _span(
     *,
     loss: float | None,
     token_start: int = 0,
+    contribution: float | None = None,
 ) -> dict[str, Any]:
     return {
         "run": run, "island": island, "incarnation": 0, "step": step, "position": 0, "shard": doc, "shard_position": 0, "tier": tier,
         "origin": "real", "token_start": token_start, "tokens": tokens, "loss": loss, "checkpoint": checkpoint,
+        "contribution": contribution,
     }  # fmt: skip
 
 

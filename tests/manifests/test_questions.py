@@ -185,6 +185,19 @@ def test_corpus_effect_is_split_where_the_island_first_read_the_corpus(catalog: 
     ]
 
 
+def test_online_influence_adds_up_what_was_measured(catalog: Catalog) -> None:
+    assert _rows(catalog, "online_influence", run="r") == [
+        ("S", "x", "real", 30, 20, 0.5, pytest.approx(25_000.0), 0.0),
+        ("B", "y", "real", 120, 80, -0.25, pytest.approx(-3125.0), 1.0),
+    ]
+    # The branch's island 0 goes on from A1, so that A2 is none of its own.
+    assert _rows(catalog, "online_influence", run="b") == [
+        ("S", "x", "real", 37, 20, 1.0, pytest.approx(50_000.0), 0.0),
+        ("A", "z", "real", 11, 5, 0.25, pytest.approx(50_000.0), 0.0),
+        ("B", "y", "real", 80, 0, None, None, None),
+    ]
+
+
 def test_unknown_question_names_those_that_there_are(catalog: Catalog) -> None:
     with pytest.raises(UserError, match="checkpoint_mix"):
         catalog.ask("nothing")

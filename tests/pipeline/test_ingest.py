@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from manifests.catalog import Catalog
 from manifests.errors import Failure, UserError
 from manifests.store import Store
 from manifests.tables import create_store, read
+from pipeline.engine import InProcess
 from pipeline.identity import document_id, in_holdout
 from pipeline.ingest import ingest
 from pipeline.sources import SourceSpec
@@ -214,3 +215,51 @@ def test_what_another_job_brought_between_two_attempts_loses_no_document(tmp_pat
     assert summary["documents"] == len(own) == 150  # the 100 of the first attempt, and what nobody has of the others
     assert summary["duplicates"] == 150
     assert {row["doc_id"] for row in documents(store)} == {document_id(f"document {i}") for i in range(300)}
+
+
+class _Recording(InProcess):
+    """Notes the rows that it's given."""
+
+    def __init__(self) -> None:
+        self.given: list[tuple[str, int, int]] = []
+
+    def map(self, work: Any, items: Any, *, name: Any = str) -> Any:
+        def noted() -> Iterator[Any]:
+            for item in items:
+                self.given.append((Path(item.spec.uri).name, item.start_row, item.stop_row))
+                yield item
+
+        return super().map(work, noted(), name=name)
+
+
+def test_a_restart_reads_no_finished_part_again(tmp_path: Path) -> None:
+    one = write_texts(tmp_path / "one.parquet", [f"document {i}" if i % 7 else None for i in range(300)])
+    # Blank lines, which are no rows, and a column that only a line of a finished part has.
+    lines = [
+        json.dumps({"text": f"line {i % 120}"} | ({"kind": "k"} if i == 3 else {})) + "\n" * (i % 3) for i in range(250)
+    ]
+    (tmp_path / "two.jsonl").write_text("\n".join(lines))
+    two = SourceSpec(uri=str(tmp_path / "two.jsonl"), format="jsonl", corpus="two", columns={"label": "kind"})
+    whole = create_store(str(tmp_path / "whole"))
+    expected = ingest(whole, [one, two], holdout_share=0.1, rows_per_part=100)
+    for num_parts, first in ((2, ("one.parquet", 200, 300)), (4, ("two.jsonl", 199, 499))):
+        killed = create_store(str(tmp_path / f"killed after {num_parts}"))
+        _ingest_and_die_after(killed.root, [one, two], num_parts)
+        assert len(list(killed.list("ingests"))) == 1
+        engine = _Recording()
+        assert ingest(killed, [one, two], holdout_share=0.1, rows_per_part=100, engine=engine) == expected
+        assert engine.given[0] == first
+        assert _table(killed, "documents") == _table(whole, "documents")
+        assert list(killed.list("ingests")) == []
+
+
+def test_a_column_that_no_line_of_a_whole_file_has_is_an_error(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.partitions._CARRIED_ROWS", 2)
+    path = tmp_path / "x.jsonl"
+    path.write_text('\n{"text": "a"}\n{"text": "b"}\n{"text": "c"}\n{"text": "d", "kind": "k"}\n{"body": "e"}\n')
+    spec = SourceSpec(uri=str(path), format="jsonl", corpus="x", columns={"label": "kind"})
+    with pytest.raises(UserError, match="no line has the column sort; map it"):
+        ingest(store, [replace(spec, columns={"label": "sort"})], holdout_share=0.0)
+    assert ingest(store, [spec], holdout_share=0.0)["documents"] == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -30,6 +31,9 @@ from trainer.config import RunConfig
         ({"steps": 1, "sync_every": 4, "num_fragments": 2}, r"steps \(1\).*take 2 or"),
         ({"num_islands": 2, "quorum": 3}, "quorum"),
         ({"strategies": ()}, "strategy"),
+        ({"online_refresh": 0}, "online_refresh"),
+        ({"online_sequences": 0}, "online_sequences"),
+        ({"online_layers": ("o_proj", "")}, "online_layers"),
         ({"lr": 0.0}, "lr"),
         ({"lr": 1.5}, "lr"),
         ({"lr": math.nan}, "lr"),
@@ -65,9 +69,16 @@ def test_a_configuration_comes_back_from_json(
         steps=round_steps * num_rounds,
         lr=lr,
         strategies=tuple(strategies),
+        online_layers=("o_proj",),
     )
     assert RunConfig.from_json(config.to_json()) == config
     assert (config.round_steps, config.num_rounds) == (round_steps, num_rounds)
+
+
+def test_a_run_from_before_online_influence_reads_as_one_without() -> None:
+    config = tiny_config("r")
+    old = {name: value for name, value in json.loads(config.to_json()).items() if not name.startswith("online")}
+    assert RunConfig.from_json(json.dumps(old)) == config
 
 
 def test_strategies_are_taken_round_and_round() -> None:

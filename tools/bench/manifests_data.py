@@ -291,6 +291,7 @@ class _IslandStream:
             "tokens": pa.array(tokens.astype(np.int32)),
             "loss": pa.array(loss.astype(np.float32)),
             "checkpoint": repeated(checkpoint_of(self._island, round_), count),
+            "contribution": pa.nulls(count, pa.float32()),
         }
         return as_table("consumption", columns)
 
