@@ -62,9 +62,11 @@ class Direction:
         parts: dict[str, Tensors] = {
             kind: {} for kind in ("targets", "squares", "scale", "inputs", "outputs", "weight")
         }
-        for name, tensor in safetensors.torch.load(data).items():
+        # In the order of their names: a file's own order differs from reading to reading, and with it the last bit of sums over the layers.
+        for name, tensor in sorted(safetensors.torch.load(data).items()):
             kind, _, layer = name.partition("/")
-            parts[kind][layer] = tensor.to(device)
+            # A copy lies where the allocator aligns it. Within the file's bytes it lies anywhere, and sums differ in the last bit by alignment.
+            parts[kind][layer] = tensor.clone().to(device)
         return Direction(
             weight=float(parts["weight"][""]),
             targets=parts["targets"],

@@ -54,7 +54,7 @@ class Checkpoint:
         parts: dict[str, dict[str, Tensor]] = {"parameters": {}, "second_moments": {}}
         for key, tensor in tensors.items():
             part, name = key.split("/", 1)
-            parts[part][name] = tensor
+            parts[part][name] = tensor.clone()  # aligned: see Direction.from_bytes
         return Checkpoint(step=int(step), learning_rate=learning_rate, train_loss=train_loss, **parts)
 
     def to(self, device: torch.device) -> Checkpoint:

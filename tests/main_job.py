@@ -7,12 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import traceback
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import obstore
+
+import tools.cli
+from manifests.store import Store
+from tests import forks
 from tools.realtext import export_stdlib_code
 from tools.synthetic import make_synthetic
 
 ROOT = Path(__file__).parent.parent
+_UPLOADS = 16
 TINY_MODEL = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -28,15 +37,38 @@ TRAIN = (
 )  # fmt: skip
 
 
-def atoll(*arguments: str, store: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "tools.cli", *arguments, "--store", store],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=170,
-    )
+def preload() -> None:
+    """Has everything imported that `forked` commands need; before the first of them. Also what test_kills needs: a worker has one such process."""
+    forks.preload("tests.kill_jobs", "tests.store_content", "tests.faults", "tests.main_job", "trainer.plan")
+
+
+def atoll(*arguments: str, store: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a process of its own: forked from one that has all imports done, or else from nothing, as a user's shell does."""
+    command = [*arguments, "--store", store]
+    if not forked:
+        return subprocess.run(
+            [sys.executable, "-m", "tools.cli", *command], capture_output=True, text=True, cwd=ROOT, timeout=170
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        code = forks.call(_run_here, command, str(out), str(err), environment=dict(os.environ))
+        return subprocess.CompletedProcess(command, code, out.read_text(), err.read_text())
+
+
+def _run_here(command: list[str], out: str, err: str) -> int:
+    """Makes this process, a fresh one, the command's."""
+    for descriptor, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(ROOT)
+    sys.argv = ["atoll", *command]  # jobs and runs keep the command line
+    try:
+        return tools.cli._run(command)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
 
 
 def start(*arguments: str, store: str) -> subprocess.Popen[str]:
@@ -47,9 +79,9 @@ def start(*arguments: str, store: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def succeed(*arguments: str, store: str) -> str:
+def succeed(*arguments: str, store: str, forked: bool = True) -> str:
     """Runs a command that must succeed; returns its stdout."""
-    done = atoll(*arguments, store=store)
+    done = atoll(*arguments, store=store, forked=forked)
     assert done.returncode == 0, f"atoll {' '.join(arguments)}: {done.stderr}"
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -67,31 +99,31 @@ def model_option(folder: Path) -> list[str]:
     return ["--model", str(path)]
 
 
-def prepare(folder: Path, store: str) -> None:
+def prepare(folder: Path, store: str, *, forked: bool = True) -> None:
     """From text to shards, by the public commands."""
     export_stdlib_code(folder / "code.parquet", num_documents=150, seed=0)
     make_synthetic(folder / "code.parquet", folder / "finephrase", num_per_kind=30, seed=0)
-    holdout = ["--holdout-share", "0.2"]
-    succeed(
-        "ingest",
-        str(folder / "code.parquet"),
-        "--corpus",
-        "python",
-        "--column",
-        "license=license",
-        *holdout,
-        store=store,
-    )
-    succeed(
-        "ingest", str(folder / "finephrase"), "--format", "finephrase", "--corpus", "finephrase",
-        "--column", "label=planted_quality", *holdout, store=store,
-    )  # fmt: skip
-    succeed("tokenizer", "--vocab-size", "512", store=store)
-    succeed("score", "--steps", "10", "--checkpoints", "2", *model_option(folder), store=store)
-    succeed("tier", store=store)
-    succeed("shard", "--shard-bytes", "20000", store=store)
+    holdout = ("--holdout-share", "0.2")
+    code, finephrase = str(folder / "code.parquet"), str(folder / "finephrase")
+    for command in (
+        ("ingest", code, "--corpus", "python", "--column", "license=license", *holdout),
+        ("ingest", finephrase, "--format", "finephrase", "--corpus", "finephrase", "--column", "label=planted_quality", *holdout),
+        ("tokenizer", "--vocab-size", "512"),
+        ("score", "--steps", "10", "--checkpoints", "2", *model_option(folder)),
+        ("tier",),
+        ("shard", "--shard-bytes", "20000"),
+    ):  # fmt: skip
+        succeed(*command, store=store, forked=forked)
 
 
 def stop_group(process: subprocess.Popen[str], signal_: signal.Signals) -> None:
     """Sends a signal to the command alone, as a terminal's Ctrl-C reaches it, or as the kernel kills it."""
     os.kill(process.pid, signal_)
+
+
+def upload(folder: Path, uri: str) -> None:
+    """Puts a store that lies in a folder on S3."""
+    store = Store(uri)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    with ThreadPoolExecutor(_UPLOADS) as pool:
+        list(pool.map(lambda path: obstore.put(store.objects, str(path.relative_to(folder)), path.read_bytes()), files))

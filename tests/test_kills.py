@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-import obstore
 import pytest
 
-from manifests.store import Store
 from tests import forks
 from tests.faults import Boundary, Killer, install, read_boundaries
 from tests.kill_jobs import JOBS, run_job, write_sources
+from tests.main_job import upload
 from tests.s3_proxy import Cut, S3Proxy
 from tests.store_content import Content, read_content
 
@@ -34,7 +33,6 @@ _ON_S3 = ("create", "ingest", "shard", "train", "forget", "compact")
 """Between them they make every kind of request."""
 _PATIENT = pytest.mark.timeout(3600 if EVERY_CUT else 180)
 _THREADS = 2
-_UPLOADS = 16
 Moment = Literal["before", "after"]
 T = TypeVar("T")
 
@@ -132,7 +130,7 @@ def test_s3_is_whole_after_a_kill_and_another_run(job: str, chain: Chain, s3_env
     uncut = chain[job]
     environment = {name: value for name, value in os.environ.items() if name.startswith(("AWS_", "ATOLL_CACHE"))}
     begin, sources = f"{s3_environment}/uncut", str(chain.sources)
-    _upload(uncut.before, begin)
+    upload(uncut.before, begin)
     with S3Proxy(s3_server) as counting:
         through = environment | {"AWS_ENDPOINT_URL": counting.endpoint}
         forks.call(run_job, job, begin, sources, environment=through)
@@ -141,7 +139,7 @@ def test_s3_is_whole_after_a_kill_and_another_run(job: str, chain: Chain, s3_env
 
     def kill_and_finish(at: tuple[int, Moment]) -> list[str]:
         uri = f"{s3_environment}/{at[0]}-{at[1]}"
-        _upload(uncut.before, uri)
+        upload(uncut.before, uri)
         started = threading.Event()
         running: list[forks.Child] = []
 
@@ -187,11 +185,3 @@ def _kind(path: str) -> str:
     if "/_delta_log/" in name:
         return "log entry" if re.search(r"/\d+\.json$", name) else "log checkpoint"
     return "data file" if "/tables/" in name else "object"
-
-
-def _upload(folder: Path, uri: str) -> None:
-    """Puts a store that lies in a folder on S3."""
-    store = Store(uri)
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    with ThreadPoolExecutor(_UPLOADS) as pool:
-        list(pool.map(lambda path: obstore.put(store.objects, str(path.relative_to(folder)), path.read_bytes()), files))

@@ -12,17 +12,42 @@ import pytest
 
 from manifests.catalog import Catalog
 from manifests.tables import open_store
-from tests.main_job import TRAIN, atoll, model_option, prepare, query, start, stop_group, succeed
+from tests.main_job import (
+    TRAIN,
+    atoll,
+    model_option,
+    preload,
+    prepare,
+    query,
+    start,
+    stop_group,
+    succeed,
+    upload,
+)
 
 LONGER = ("--steps", "64")
 """For runs that are to be caught in the middle."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _preloaded() -> None:
+    preload()
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a store that is ready to train on; not to be changed."""
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, str(folder / "store"))
+    prepare(folder, str(folder / "store"), forked=False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of that folder's store with the run r, which is finished; not to be changed."""
+    folder = tmp_path_factory.mktemp("trained")
+    shutil.copytree(prepared / "store", folder / "store")
+    succeed("train", "--run", "r", *TRAIN, *model_option(folder), store=str(folder / "store"), forked=False)
     return folder
 
 
@@ -34,9 +59,16 @@ def ready(prepared: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def s3_ready(s3_environment: str, tmp_path: Path) -> str:
-    """The same on an S3 server, prepared there by the same commands."""
-    prepare(tmp_path, s3_environment)
+def trained_folder(trained: Path, tmp_path: Path) -> str:
+    """A store with the finished run, this test's own."""
+    shutil.copytree(trained / "store", tmp_path / "store")
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def trained_s3(trained: Path, s3_environment: str) -> str:
+    """The same on an S3 server."""
+    upload(trained / "store", s3_environment)
     return s3_environment
 
 
@@ -51,7 +83,9 @@ def _check_ledger(store: str, run: str) -> None:
         store=store,
     )[0]
     assert {row["tier"]: row["tokens"] for row in recorded} == {tier: n for tier, n in counted.items() if n}
-    assert "agrees" in atoll("made", "--run", run, store=store).stderr
+    made = atoll("made", "--run", run, store=store)
+    assert made.returncode == 0
+    assert "agrees" in made.stderr
 
 
 def _steps(store: str, run: str) -> dict[int, int]:
@@ -68,25 +102,34 @@ def _wait_for_step(store: str, run: str, step: int, *, island: int = 0) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("where", ["ready", "s3_ready"])
-def test_train_query_roll_back_and_report(where: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    store = request.getfixturevalue(where)
-    succeed("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=store)
+def test_training_on_a_folder_keeps_an_exact_ledger(trained: Path) -> None:
+    store = str(trained / "store")
     assert set(_steps(store, "r").values()) == {32}
     _check_ledger(store, "r")
-    where_bad = "label in ('noisy', 'degenerate')"
-    assert '"redo_steps"' in succeed(
-        "rollback", "plan", "--run", "r", "--where", where_bad, "--format", "json", store=store
-    )
-    succeed("rollback", "apply", "--run", "r", "--where", where_bad, store=store)
+
+
+def test_preparing_and_training_on_s3_keep_an_exact_ledger(s3_environment: str, tmp_path: Path) -> None:
+    prepare(tmp_path, s3_environment)
+    succeed("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=s3_environment)
+    assert set(_steps(s3_environment, "r").values()) == {32}
+    _check_ledger(s3_environment, "r")
+
+
+@pytest.mark.parametrize("where", ["trained_folder", "trained_s3"])
+def test_rollback_trains_a_branch_without_the_documents_and_report_is_written(
+    where: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    store, forked = request.getfixturevalue(where), where == "trained_s3"
+    bad = "label in ('noisy', 'degenerate')"
+    selected = ("--run", "r", "--where", bad)
+    plan = succeed("rollback", "plan", *selected, "--format", "json", store=store)
+    assert '"redo_steps"' in plan
+    succeed("rollback", "apply", *selected, store=store, forked=forked)
     branch = str(query("select run from runs where parent_run = 'r'", store=store)[0]["run"])
-    bad = query(
-        f"select count(*) as n from consumption join documents using (doc_id) where run = '{branch}' and {where_bad}",
-        store=store,
-    )
-    assert bad == [{"n": 0}]
+    in_branch = f"select count(*) as n from consumption join documents using (doc_id) where run = '{branch}' and {bad}"
+    assert query(in_branch, store=store) == [{"n": 0}]
     assert set(_steps(store, branch).values()) == {32}
-    succeed("report", "--run", "r", "--out", str(tmp_path / "report.html"), store=store)
+    succeed("report", "--run", "r", "--out", str(tmp_path / "report.html"), store=store, forked=forked)
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 

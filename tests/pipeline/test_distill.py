@@ -239,7 +239,7 @@ def test_what_the_policy_keeps_from_scoring_is_neither_learned_from_nor_predicte
 
 def test_tiers_can_be_made_of_the_predictions(sampled: Store) -> None:
     summary = distill(sampled, config=CONFIG)
-    tiers = tier(sampled, config=TierConfig(score_job=summary["job"]))["documents"]
+    tiers = tier(sampled, config=TierConfig(score_jobs=(summary["job"],)))["documents"]
     assert sum(tiers.values()) >= summary["documents"]
 
 

@@ -17,13 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from manifests.catalog import Catalog
 from manifests.errors import Failure, ObjectMissing, UserError
 from manifests.mds import CorruptShard
 from manifests.store import Store
 from manifests.tables import create_store, read
 from pipeline.engine import Engine, InProcess, open_engine
 from pipeline.ingest import ingest
+from pipeline.score import score
 from pipeline.sources import SourceSpec
+from pipeline.tokenizer import train_tokenizer
+from tests.pipeline.test_score import CONFIG, fill, scores
 from tests.ray_cluster import RayCluster, running_cluster
 
 
@@ -196,3 +200,15 @@ def test_the_command_says_nothing_of_ray(cluster: RayCluster, tmp_path: Path) ->
     assert re.fullmatch(r"(  ingest: .*\n)?  one: 8\d\d new documents .*\n  rejected: no text: 172\n", done.stderr), (
         done.stderr
     )
+
+
+def test_scores_on_a_cluster_are_those_made_here_bit_for_bit(on_ray: Engine, tmp_path: Path) -> None:
+    found = []
+    for name, engine in (("here", InProcess()), ("ray", on_ray)):
+        (tmp_path / name).mkdir()
+        store = create_store(str(tmp_path / name / "store"))
+        fill(store, tmp_path)
+        train_tokenizer(store, Catalog(store), vocab_size=300)
+        score(store, config=CONFIG, engine=engine)
+        found.append([(row["doc_id"], row["score"].hex(), row["stderr"].hex()) for row in scores(store)])
+    assert found[0] == found[1] != []

@@ -85,9 +85,7 @@ def test_head_is_a_layer_only_where_asked_for(model: Any) -> None:
 
 def test_mean_gradient_counts_every_document_once_however_they_are_batched(model: Any) -> None:
     layers = linear_layers(model, "blocks")
-    gradient, losses = mean_gradient(
-        model, parameters_of(model), layers, [pad(DOCUMENTS[:3]), pad(DOCUMENTS[3:])]
-    )
+    gradient, losses = mean_gradient(model, parameters_of(model), layers, [pad(DOCUMENTS[:3]), pad(DOCUMENTS[3:])])
     plain = plain_gradients(model, layers)
     for layer, mean_OI in gradient.items():
         torch.testing.assert_close(mean_OI, torch.stack([g[layer] for g in plain]).mean(0), rtol=1e-4, atol=1e-6)

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import pipeline.influence
+import pipeline.scoring
 from manifests.catalog import Catalog
 from manifests.errors import Failure, UserError
 from manifests.jobs import Job
@@ -37,12 +37,12 @@ MODEL = {
 }
 CONFIG = ScoreConfig(
     model=MODEL, steps=20, batch_size=4, seq_len=16, num_checkpoints=2, max_document_tokens=12, num_folds=2,
-    max_holdout_documents=8, partition_size=16, learning_rate=1e-2, device="cpu",
+    max_holdout_documents=8, partition_size=64, learning_rate=1e-2, device="cpu",
 )  # fmt: skip
 WORDS = ["tide", "reef", "coral", "lagoon", "island", "current", "sand", "shell", "wave", "palm", "anchor", "harbour"]
 
 
-def fill(store: Store, folder: Path, *, num_documents: int = 60, holdout_share: float = 0.3) -> None:
+def fill(store: Store, folder: Path, *, num_documents: int = 220, holdout_share: float = 0.3) -> None:
     rng = np.random.default_rng(0)
     texts = [" ".join(rng.choice(WORDS, 3 + n % 30).tolist()) + f" {n}" for n in range(num_documents)]
     pq.write_table(pa.table({"text": texts}), folder / "reef.parquet")
@@ -67,7 +67,7 @@ def test_every_document_of_the_train_split_gets_a_score_and_no_other(corpus: Sto
     rows = scores(corpus)
     assert [row["doc_id"] for row in rows] == [row["doc_id"] for row in train]
     assert {(row["method"], row["probe"], row["direct"]) for row in rows} == {
-        ("adam-cosine", "holdout, 8 documents in 2 folds", True)
+        ("trajectory/adam-layer-cosine", "holdout, 8 documents: reef 1", True)
     }
     assert all(-1 <= row["score"] <= 1 and row["stderr"] > 0 for row in rows)
     assert summary["documents"] == len(train)
@@ -82,7 +82,7 @@ def test_finished_job_changes_nothing_and_another_config_is_another_job(corpus: 
     before = read(corpus, "influence").num_rows
     assert score(corpus, config=replace(CONFIG, device="auto")) == first | {"already_done": True}
     assert read(corpus, "influence").num_rows == before
-    assert score(corpus, config=replace(CONFIG, method="dot"))["job"] != first["job"]
+    assert score(corpus, config=replace(CONFIG, form="dot"))["job"] != first["job"]
     assert read(corpus, "influence").num_rows == 2 * before
 
 
@@ -101,7 +101,7 @@ def test_attempt_that_died_between_partitions_goes_on_to_the_same_rows(
         patch.setattr(Job, "append", die_after)
         with pytest.raises(KeyboardInterrupt):
             score(corpus, config=CONFIG)
-    assert read(corpus, "influence").num_rows == 16 * survives
+    assert read(corpus, "influence").num_rows == 64 * survives
     assert scores(corpus) == []  # a broken job doesn't count
 
     def no_training(*_: Any, **__: Any) -> None:
@@ -110,6 +110,7 @@ def test_attempt_that_died_between_partitions_goes_on_to_the_same_rows(
     scored = []
     with monkeypatch.context() as patch:
         patch.setattr("pipeline.scoring_model.train", no_training)
+        patch.setattr("pipeline.gradients.mean_gradient", no_training)
         patch.setattr(
             Job, "append", lambda job, table, rows, part: (scored.append(part), append(job, table, rows, part=part))[1]
         )
@@ -127,18 +128,120 @@ def test_attempt_that_died_between_partitions_goes_on_to_the_same_rows(
 def test_document_whose_score_is_no_number_is_left_out_and_counted(
     corpus: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    agreement = pipeline.influence.agreement
+    compare = pipeline.scoring.compare
 
-    def spoiled(*arguments: Any, **options: Any) -> torch.Tensor:
-        found = agreement(*arguments, **options)
+    def spoiled(*arguments: Any, **options: Any) -> Any:
+        found, losses = compare(*arguments, **options)
         found[0] = torch.nan
-        return found
+        return found, losses
 
-    monkeypatch.setattr(pipeline.influence, "agreement", spoiled)
+    monkeypatch.setattr(pipeline.scoring, "compare", spoiled)
     summary = score(corpus, config=CONFIG)
-    assert summary["unscored"] >= 3  # one at least in each of the three partitions
+    assert summary["unscored"] >= 3  # one at least in each of the partitions
+    assert summary["left_out"] == {"the loss or its gradient is not a number": summary["unscored"]}
     assert summary["documents"] == len(scores(corpus))
     assert all(np.isfinite(row["score"]) for row in scores(corpus))
+
+
+def _bits(store: Store) -> list[tuple[Any, ...]]:
+    return [(row["doc_id"], row["score"].hex(), row["stderr"].hex()) for row in scores(store)]
+
+
+def test_partition_size_and_number_of_threads_change_no_bit(
+    corpus: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    score(corpus, config=CONFIG)
+    (tmp_path / "other").mkdir()
+    other = create_store(str(tmp_path / "other" / "store"))
+    fill(other, tmp_path)
+    train_tokenizer(other, Catalog(other), vocab_size=300)
+    monkeypatch.setattr(pipeline.scoring, "num_threads", lambda device: 3)
+    score(other, config=replace(CONFIG, partition_size=128))
+    assert _bits(other) == _bits(corpus)
+
+
+def test_reverse_scores_a_finished_model_and_weighs_the_holdout_by_its_change(corpus: Store, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**(MODEL | {"vocab_size": 300}))
+    for name in ("base", "tuned"):
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+    tuned = replace(CONFIG, estimator="reverse", checkpoint_paths=(str(tmp_path / "tuned"),), curvature_documents=20)
+    plain = score(corpus, config=tuned)
+    first = scores(corpus)
+    assert plain["method"] == "reverse/ekfac-dot"
+    assert [c["train_loss"] for c in plain["checkpoints"]] == [None]
+    changed = score(corpus, config=replace(tuned, base_path=str(tmp_path / "base")))
+    both = scores(corpus)
+    assert plain["documents"] == changed["documents"] == len(first) == len(both) // 2
+    assert {row["score"] for row in both} > {row["score"] for row in first}
+
+
+def test_finished_checkpoints_need_one_shape(corpus: Store, tmp_path: Path) -> None:
+    import transformers
+
+    for name, size in (("a", 16), ("b", 8)):
+        config = transformers.AutoConfig.for_model(**(MODEL | {"vocab_size": 300, "hidden_size": size}))
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+    paths = (str(tmp_path / "a"), str(tmp_path / "b"))
+    with pytest.raises(UserError, match="another shape"):
+        score(corpus, config=replace(CONFIG, checkpoint_paths=paths))
+
+
+def test_sample_scores_so_many_and_a_larger_one_holds_the_smaller(corpus: Store) -> None:
+    found = {}
+    for size in (20, 50):
+        job = score(corpus, config=replace(CONFIG, sample=size))["job"]
+        found[size] = {
+            row["doc_id"] for row in Catalog(corpus).rows("SELECT doc_id FROM influence WHERE job = ?", [job])
+        }
+        assert len(found[size]) == size
+    assert found[20] < found[50]
+
+
+def test_probes_are_corpora_with_weights(corpus: Store, tmp_path: Path) -> None:
+    other = [f"machine gear wheel {n} steam engine piston {n * 7} valve" for n in range(60)]
+    pq.write_table(pa.table({"text": other}), tmp_path / "gears.parquet")
+    ingest(
+        corpus, [SourceSpec(uri=str(tmp_path / "gears.parquet"), format="parquet", corpus="gears")], holdout_share=0.3
+    )
+    config = replace(CONFIG, max_holdout_documents=1000, source_documents=8)
+    one = score(corpus, config=replace(config, probes={"gears": 1.0}))
+    assert one["probes"] == {"gears": 1.0}
+    sources = one["checkpoints"][-1]["sources"]
+    assert sources == ["gears", "reef", "holdout: gears"]
+    cosines = one["checkpoints"][-1]["source_cosines"]
+    assert cosines[0][2] > cosines[1][2]  # the corpus of the probe's own kind pulls its way
+    # And so do its documents.
+    means = Catalog(corpus).rows(
+        "SELECT corpus, avg(score) AS score FROM influence JOIN documents USING (doc_id) GROUP BY corpus ORDER BY corpus"
+    )
+    assert means[0]["score"] > means[1]["score"]
+    with pytest.raises(UserError, match="no corpus of the holdout"):
+        score(corpus, config=replace(config, probes={"nowhere": 1.0}))
+
+
+def test_bad_documents_are_left_out_with_the_reason_or_scored(store: Store, tmp_path: Path) -> None:
+    """A gigantic one, one of no letters, a repetition of the holdout, one of a single token."""
+    fill(store, tmp_path)
+    held = Catalog(store).rows(
+        "SELECT source_row FROM documents WHERE split = 'holdout' ORDER BY text_bytes DESC LIMIT 1"
+    )
+    text = pq.read_table(tmp_path / "reef.parquet")["text"][held[0]["source_row"]].as_py()
+    texts = ["tide reef " * 100_000, "\u2603\u2604 \x07 \U0001f41f" * 5, text + " tide", "a"]
+    pq.write_table(pa.table({"text": texts}), tmp_path / "bad.parquet")
+    ingest(
+        store,
+        [SourceSpec(uri=str(tmp_path / "bad.parquet"), format="parquet", corpus="bad", origin="synthetic")],
+        holdout_share=0.3,
+    )
+    train_tokenizer(store, Catalog(store), vocab_size=300)
+    summary = score(store, config=replace(CONFIG, max_holdout_documents=1000))
+    assert summary["left_out"]["repeats the holdout"] == 1
+    assert summary["unscored"] == sum(summary["left_out"].values())
+    scored = Catalog(store).rows("SELECT source_row FROM influence JOIN documents USING (doc_id) WHERE corpus = 'bad'")
+    assert {0, 1} <= {row["source_row"] for row in scored}
+    assert 2 not in {row["source_row"] for row in scored}
 
 
 def test_diverging_training_says_the_mend(corpus: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +295,7 @@ def test_local_model_is_taken_from_its_folder(corpus: Store, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "option",
     [
-        {"method": "guess"}, {"steps": 0}, {"seq_len": 1}, {"num_folds": 1}, {"num_checkpoints": 400}, {"learning_rate": 0.0},
+        {"estimator": "guess"}, {"form": "guess"}, {"partition_size": 100}, {"steps": 0}, {"seq_len": 1}, {"num_folds": 1}, {"num_checkpoints": 400}, {"learning_rate": 0.0},
         {"max_holdout_documents": 2}, {"model": {}},
     ],
 )  # fmt: skip
