@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, linear_regression, median
 from typing import Any
-
-import numpy as np
 
 from manifests.schemas import TIERS
 
@@ -54,18 +53,19 @@ def summarise_cycle(
         previous_tier_losses: what this function returned for the cycle before, or nothing.
         step_times_s: time of every inner step.
     """
-    means = {tier: float(np.mean(losses)) for tier, losses in losses_by_tier.items() if losses}
+    # Sums of the standard library are exact. Numpy's depend in their last bit on where an array lies, and a run that is taken up again must tell the same.
+    means = {tier: fmean(losses) for tier, losses in losses_by_tier.items() if losses}
     effectiveness = {
         tier: previous_tier_losses[tier] - means[tier] if tier in means and tier in previous_tier_losses else None
         for tier in TIERS
     }
-    slopes = [float(np.polyfit(np.arange(len(x)), x, 1)[0]) for x in losses_by_tier.values() if len(x) >= 2]
+    slopes = [linear_regression(range(len(x)), x).slope for x in losses_by_tier.values() if len(x) >= 2]
     known = [tier for tier in means if tier in previous_tier_losses]
     message = Feedback(
-        loss_trend=float(np.mean([means[t] - previous_tier_losses[t] for t in known])) if known else 0.0,
-        convergence_rate=float(np.mean(slopes)) if slopes else 0.0,
+        loss_trend=fmean(means[t] - previous_tier_losses[t] for t in known) if known else 0.0,
+        convergence_rate=fmean(slopes) if slopes else 0.0,
         generalization_gap=holdout_loss - loss,
         effectiveness=effectiveness,
-        step_time_s=float(np.median(step_times_s)) if step_times_s else 0.0,
+        step_time_s=median(step_times_s) if step_times_s else 0.0,
     )
     return message, dict(previous_tier_losses) | means
