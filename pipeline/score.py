@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,18 @@ DEFAULT_MODEL: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": True,
 }
+_OF_THE_MODEL = (
+    "model",
+    "model_path",
+    "tokenizer",
+    "steps",
+    "batch_size",
+    "seq_len",
+    "learning_rate",
+    "seed",
+    "num_checkpoints",
+)
+"""Settings that belong to the scoring model and its training."""
 _BYTES_PER_TOKEN = 8
 """More than a tokenizer ever makes of one token on average: how much text is enough for a number of tokens."""
 _MAX_SOURCES = 16
@@ -93,6 +105,8 @@ class ScoreConfig:
     """Folder of a local model to start from, instead of `model`."""
     checkpoint_paths: tuple[str, ...] = ()
     """Folders of local models, the checkpoints of a training elsewhere in their order: nothing is trained here."""
+    checkpoint_job: str | None = None
+    """Job `score` whose scoring model is used, as it was trained there, with its tokenizer, checkpoints and seed: nothing is trained here."""
     base_path: str | None = None
     """Folder of the model before a fine-tuning: holdout documents count by how much their loss has changed since."""
     tokenizer: str | None = None
@@ -144,6 +158,8 @@ class ScoreConfig:
             not self.probes or min(self.probes.values()) < 0 or not sum(self.probes.values())
         ):
             raise ValueError("probes need weights of 0 or more, one of them above 0")
+        if self.checkpoint_paths and self.checkpoint_job is not None:
+            raise ValueError("give finished checkpoints, or a job that has some, not both")
         if self.checkpoint_paths and self.model_path is not None:
             raise ValueError("give a model to start from, or finished checkpoints, not both")
         if self.estimator == "reverse" and self.metric is not None:
@@ -204,6 +220,8 @@ def score(
         Failure: the scoring model diverged, or the text of a document is gone.
     """
     catalog = Catalog(store, rights=rights_of(store, "job:score"))
+    if config.checkpoint_job is not None:
+        config = _as_trained_by(catalog, config, config.checkpoint_job)
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
     ingests = catalog.query("SELECT DISTINCT job FROM documents ORDER BY job").column(0).to_pylist()
     models = [config.model_path, *config.checkpoint_paths, config.base_path]
@@ -320,8 +338,9 @@ class _Scoring:
         """All that workers find in the store, made where it isn't there; what lies there counts, so that all partitions are scored alike."""
         import safetensors.numpy
 
+        from pipeline.comparer import default_threads
         from pipeline.overlap import holdout_hashes
-        from pipeline.scoring import Task, direction_path, ngrams_path, num_threads
+        from pipeline.scoring import Task, direction_path, ngrams_path
 
         config, store, job = self._config, self._job.store, self._job.id
         checkpoints = self._checkpoints()
@@ -355,7 +374,7 @@ class _Scoring:
             longest=config.max_document_tokens,
             sequence_length=self._longest,
             device=config.device,
-            num_threads=num_threads(self._device),
+            num_threads=default_threads(self._device),
         )
 
     def _checkpoints(self) -> list[Checkpoint]:
@@ -371,9 +390,14 @@ class _Scoring:
         return [Checkpoint.from_bytes(store.get(path)).to(self._device) for path in paths]
 
     def _make_checkpoints(self, number: int) -> Iterator[Checkpoint]:
-        from pipeline.scoring_model import finished_checkpoint, pack, train
+        from pipeline.scoring import checkpoint_path
+        from pipeline.scoring_model import Checkpoint, finished_checkpoint, pack, train
 
         config = self._config
+        if config.checkpoint_job is not None:
+            paths = [checkpoint_path(config.checkpoint_job, k) for k in range(config.num_checkpoints)]
+            yield from (Checkpoint.from_bytes(self._job.store.get(path)) for path in paths[-number:])
+            return
         if config.checkpoint_paths:
             yield from (finished_checkpoint(path, like=self._model) for path in config.checkpoint_paths)
             return
@@ -474,14 +498,35 @@ class _Scoring:
             ]
 
     def _batches(self, documents: Sequence[Tokens], k: int) -> list[tuple[Tensor, Tensor]]:
+        from pipeline.comparer import windows_at
         from pipeline.gradients import pad
-        from pipeline.scoring import windows_at
 
         config = self._config
         windows = windows_at(
             documents, k, num_checkpoints=config.resolved_num_checkpoints, longest=config.max_document_tokens
         )
         return [pad(batch, device=self._device) for _, batch in windows]
+
+
+def _as_trained_by(catalog: Catalog, config: ScoreConfig, job: str) -> ScoreConfig:
+    """The configuration with all that concerns the scoring model taken from an earlier job."""
+    rows = catalog.rows("SELECT job, config FROM jobs WHERE kind = 'score' AND starts_with(job, ?)", [job])
+    if len(rows) != 1:
+        raise UserError(
+            f"score job {job!r}: {'there is no such finished job' if not rows else 'several begin so'}; "
+            "`atoll sql \"SELECT job FROM jobs WHERE kind = 'score'\"` lists them"
+        )
+    (row,) = rows
+    told = json.loads(row["config"])
+    if told.get("checkpoint_paths") or "steps" not in told:
+        raise UserError(f"score job {row['job']} trained no model; name its checkpoints' folders instead")
+    # A job that took its model from another has copies of the checkpoints that it used, not always of all.
+    if told.get("checkpoint_job"):
+        return _as_trained_by(catalog, config, told["checkpoint_job"])
+    if told["estimator"] == "reverse":
+        told["num_checkpoints"] = 1
+    taken = {name: told[name] for name in _OF_THE_MODEL}
+    return replace(config, checkpoint_job=row["job"], **taken)
 
 
 def _form(config: ScoreConfig) -> Form:

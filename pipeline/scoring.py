@@ -1,17 +1,14 @@
 """Scoring one partition of documents: what a worker of the job `score` does, here or on another machine. The job itself is score.py's.
 
-A worker finds all that it needs in the store: the checkpoints, the directions to compare with, the holdout's n-grams. Documents are compared in blocks of a fixed
-number, each on one thread, so that a score depends on the document and its block alone: not on the partition, the engine or the number of threads.
+A worker finds all that it needs in the store: the checkpoints, the directions to compare with, the holdout's n-grams. Partitions are whole blocks (comparer.py), so
+that a score depends on the document and its block alone: not on the partition, the engine or the number of threads.
 """
 
 from __future__ import annotations
 
-import copy
 import json
-import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -22,23 +19,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import safetensors.numpy
 import torch
-from torch.nn import Module
 
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.schemas import TABLES
 from manifests.store import Store
-from pipeline.gradients import batches_by_length, pad, window
-from pipeline.influence import Direction, Form, combine, compare
+from pipeline.comparer import Comparer
+from pipeline.influence import Direction, Form, combine
 from pipeline.overlap import repeats_holdout
 from pipeline.scoring_model import Checkpoint, build_model, choose_device
 from pipeline.scoring_texts import Partition, encode_documents
 from pipeline.tokenizer import load_tokenizer
 
 Tokens = npt.NDArray[Any]
-BLOCK = 64
-"""Documents that are sorted into batches together; partitions are whole multiples of it."""
-BATCH_TOKENS = 2048
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +111,6 @@ def score_partition(task: Task, partition: Partition) -> Scored:
     return Scored(number=partition.number, rows=rows, left_out=dict(Counter(r for r in reasons.tolist() if r)))
 
 
-def windows_at(
-    sequences: Sequence[Tokens], k: int, *, num_checkpoints: int, longest: int
-) -> Iterator[tuple[list[int], list[Tokens]]]:
-    """Places and windows of documents at checkpoint k, batch by batch; of a longer document another window at each checkpoint, from its beginning to its end."""
-    last = num_checkpoints - 1
-    windows = [window(tokens, longest=longest, at=k / last if last else 0.0) for tokens in sequences]
-    for places in batches_by_length([len(w) for w in windows], size=max(1, BATCH_TOKENS // longest)):
-        yield places, [windows[place] for place in places]
-
-
 class _Worker:
     """A task, loaded."""
 
@@ -145,76 +128,22 @@ class _Worker:
             seed=task.seed,
             device=device,
         )
-        self._device = device
-        # Hooks and swapped parameters are a model's own, so each thread has one.
-        self._models: list[Module] = [copy.deepcopy(model) for _ in range(task.num_threads - 1)] + [model]
         checkpoints = range(task.num_checkpoints)
-        self._parameters = [
+        parameters = [
             Checkpoint.from_bytes(store.get(checkpoint_path(task.job, k))).to(device).parameters for k in checkpoints
         ]
         self.directions = [
             Direction.from_bytes(store.get(direction_path(task.job, k)), device=device) for k in checkpoints
         ]
         self.ngrams = safetensors.numpy.load(store.get(ngrams_path(task.job)))["ngrams"]
-
-    def compare(self, sequences: Sequence[Tokens]) -> torch.Tensor:
-        """scores_DKC; NaN where a document has fewer than two tokens."""
-        num_columns = len(self._task.probe_weights) * self._task.num_folds
-        scores_DKC = torch.full((len(sequences), len(self.directions), num_columns), torch.nan)
-        blocks = [range(start, min(start + BLOCK, len(sequences))) for start in range(0, len(sequences), BLOCK)]
-        free = list(self._models)
-
-        def work(block: range) -> None:
-            model = free.pop()
-            try:
-                self._compare_block(model, [sequences[place] for place in block], scores_DKC[block.start : block.stop])
-            finally:
-                free.append(model)
-
-        if len(free) == 1:
-            with _one_thread(self._device):
-                for block in blocks:
-                    work(block)
-        else:
-            with (
-                _one_thread(self._device),
-                ThreadPoolExecutor(len(free), initializer=torch.set_num_threads, initargs=(1,)) as pool,
-            ):
-                list(pool.map(work, blocks))
-        return scores_DKC
-
-    def _compare_block(self, model: Module, sequences: Sequence[Tokens], scores_DKC: torch.Tensor) -> None:
-        task = self._task
-        for k, (parameters, direction) in enumerate(zip(self._parameters, self.directions, strict=True)):
-            for places, windows in windows_at(sequences, k, num_checkpoints=task.num_checkpoints, longest=task.longest):
-                padded = pad(windows, device=self._device)
-                found_DC, _ = compare(model, parameters, direction, *padded, form=task.form)
-                scores_DKC[places, k] = found_DC.float().cpu()
+        self.compare = Comparer(
+            model, parameters, self.directions, form=task.form, longest=task.longest, num_threads=task.num_threads
+        ).compare
 
 
 @lru_cache(maxsize=1)
 def _worker(task: Task) -> _Worker:
     return _Worker(task)
-
-
-class _one_thread:
-    """Sums over several threads depend on their number in the last bits."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._before = torch.get_num_threads()
-        self._on = device.type == "cpu"
-
-    def __enter__(self) -> None:
-        if self._on:
-            torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self._before)
-
-
-def num_threads(device: torch.device) -> int:
-    """How many blocks this process compares side by side: one for each processor, one on a GPU."""
-    return len(os.sched_getaffinity(0)) if device.type == "cpu" else 1
 
 
 def _rows(task: Task, ids: Any, scores: npt.NDArray[np.float64], stderrs: npt.NDArray[np.float64]) -> pa.Table:

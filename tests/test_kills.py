@@ -34,6 +34,7 @@ _ON_S3 = ("create", "ingest", "shard", "train", "forget", "compact")
 _PATIENT = pytest.mark.timeout(3600 if EVERY_CUT else 180)
 _THREADS = 2
 Moment = Literal["before", "after"]
+_MOMENTS: tuple[Moment, Moment] = ("before", "after")
 T = TypeVar("T")
 
 
@@ -169,12 +170,14 @@ def _check_all(kill_and_finish: Callable[[T], list[str]], cuts: Sequence[T]) -> 
 
 
 def _cuts(writes: Sequence[tuple[str, str]]) -> list[tuple[int, Moment]]:
-    """Before and after which requests a job is killed: all, or of every kind one from the middle."""
+    """Before and after which requests a job is killed: both for all, or for one of every kind, from the middle, before and after in turn."""
     numbers: dict[str, list[int]] = {}
     for number, (method, path) in enumerate(writes, start=1):
         numbers.setdefault(f"{method} {_kind(path)}", []).append(number)
-    chosen = range(1, len(writes) + 1) if EVERY_CUT else sorted(same[len(same) // 2] for same in numbers.values())
-    return [(number, moment) for number in chosen for moment in ("before", "after")]
+    if EVERY_CUT:
+        return [(number, moment) for number in range(1, len(writes) + 1) for moment in _MOMENTS]
+    chosen = sorted(same[len(same) // 2] for same in numbers.values())
+    return [(number, _MOMENTS[place % 2]) for place, number in enumerate(chosen)]
 
 
 def _kind(path: str) -> str:

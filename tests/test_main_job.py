@@ -25,7 +25,7 @@ from tests.main_job import (
     upload,
 )
 
-LONGER = ("--steps", "64")
+LONGER = ("--steps", "48")
 """For runs that are to be caught in the middle."""
 
 
@@ -59,15 +59,8 @@ def ready(prepared: Path, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def trained_folder(trained: Path, tmp_path: Path) -> str:
-    """A store with the finished run, this test's own."""
-    shutil.copytree(trained / "store", tmp_path / "store")
-    return str(tmp_path / "store")
-
-
-@pytest.fixture
 def trained_s3(trained: Path, s3_environment: str) -> str:
-    """The same on an S3 server."""
+    """A store on an S3 server with the finished run, this test's own."""
     upload(trained / "store", s3_environment)
     return s3_environment
 
@@ -115,21 +108,18 @@ def test_preparing_and_training_on_s3_keep_an_exact_ledger(s3_environment: str, 
     _check_ledger(s3_environment, "r")
 
 
-@pytest.mark.parametrize("where", ["trained_folder", "trained_s3"])
-def test_rollback_trains_a_branch_without_the_documents_and_report_is_written(
-    where: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    store, forked = request.getfixturevalue(where), where == "trained_s3"
+def test_rollback_trains_a_branch_without_the_documents_and_report_is_written(trained_s3: str, tmp_path: Path) -> None:
+    store = trained_s3
     bad = "label in ('noisy', 'degenerate')"
     selected = ("--run", "r", "--where", bad)
     plan = succeed("rollback", "plan", *selected, "--format", "json", store=store)
     assert '"redo_steps"' in plan
-    succeed("rollback", "apply", *selected, store=store, forked=forked)
+    succeed("rollback", "apply", *selected, store=store)
     branch = str(query("select run from runs where parent_run = 'r'", store=store)[0]["run"])
     in_branch = f"select count(*) as n from consumption join documents using (doc_id) where run = '{branch}' and {bad}"
     assert query(in_branch, store=store) == [{"n": 0}]
     assert set(_steps(store, branch).values()) == {32}
-    succeed("report", "--run", "r", "--out", str(tmp_path / "report.html"), store=store, forked=forked)
+    succeed("report", "--run", "r", "--out", str(tmp_path / "report.html"), store=store)
     assert (tmp_path / "report.html").stat().st_size > 10_000
 
 
@@ -143,7 +133,7 @@ def test_killed_island_comes_back_and_the_others_go_on(ready: str, tmp_path: Pat
     _, err = process.communicate(timeout=150)
     assert process.returncode == 0, err
     assert "island 1: killed by SIGKILL" in err
-    assert set(_steps(ready, "r").values()) == {64}
+    assert set(_steps(ready, "r").values()) == {48}
     _check_ledger(ready, "r")
     kinds = query(
         "select island, count(*) as n from events where kind = 'island_joined' group by all order by island",
@@ -165,7 +155,7 @@ def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path
         assert "Traceback" not in err
     _wait_until_alone(ready)
     succeed(*arguments, store=ready)
-    assert set(_steps(ready, "r").values()) == {64}
+    assert set(_steps(ready, "r").values()) == {48}
     _check_ledger(ready, "r")
     assert "finished already" in atoll(*arguments, store=ready).stderr
     different = atoll(*arguments, "--lr", "0.001", store=ready)

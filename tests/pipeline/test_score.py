@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-import pipeline.scoring
+import pipeline.comparer
 from manifests.catalog import Catalog
 from manifests.errors import Failure, UserError
 from manifests.jobs import Job
@@ -128,14 +128,14 @@ def test_attempt_that_died_between_partitions_goes_on_to_the_same_rows(
 def test_document_whose_score_is_no_number_is_left_out_and_counted(
     corpus: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare = pipeline.scoring.compare
+    compare = pipeline.comparer.compare
 
     def spoiled(*arguments: Any, **options: Any) -> Any:
         found, losses = compare(*arguments, **options)
         found[0] = torch.nan
         return found, losses
 
-    monkeypatch.setattr(pipeline.scoring, "compare", spoiled)
+    monkeypatch.setattr(pipeline.comparer, "compare", spoiled)
     summary = score(corpus, config=CONFIG)
     assert summary["unscored"] >= 3  # one at least in each of the partitions
     assert summary["left_out"] == {"the loss or its gradient is not a number": summary["unscored"]}
@@ -155,9 +155,25 @@ def test_partition_size_and_number_of_threads_change_no_bit(
     other = create_store(str(tmp_path / "other" / "store"))
     fill(other, tmp_path)
     train_tokenizer(other, Catalog(other), vocab_size=300)
-    monkeypatch.setattr(pipeline.scoring, "num_threads", lambda device: 3)
+    monkeypatch.setattr(pipeline.comparer, "default_threads", lambda device: 3)
     score(other, config=replace(CONFIG, partition_size=128))
     assert _bits(other) == _bits(corpus)
+
+
+def test_a_job_may_use_the_model_that_another_has_trained(corpus: Store) -> None:
+    trained = score(corpus, config=CONFIG)["job"]
+    reverse = replace(CONFIG, estimator="reverse", curvature_documents=20)
+    itself = score(corpus, config=reverse)["job"]
+    # The seed and the tokenizer come with the model, whatever is said here.
+    taken = [
+        score(corpus, config=replace(config, checkpoint_job=trained[:12], steps=1, seed=7, num_checkpoints=1))["job"]
+        for config in (CONFIG, reverse)
+    ]
+    rows = Catalog(corpus).rows("SELECT job, score FROM influence ORDER BY doc_id")
+    by_job = {job: [row["score"] for row in rows if row["job"] == job] for job in (trained, itself, *taken)}
+    assert [by_job[job] for job in taken] == [by_job[trained], by_job[itself]]
+    with pytest.raises(UserError, match="no such finished job"):
+        score(corpus, config=replace(CONFIG, checkpoint_job="none"))
 
 
 def test_reverse_scores_a_finished_model_and_weighs_the_holdout_by_its_change(corpus: Store, tmp_path: Path) -> None:

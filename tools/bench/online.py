@@ -38,7 +38,7 @@ class Size:
 
 
 FULL = Size(blocks=20, steps=1)
-QUICK = Size(blocks=10, steps=1)
+QUICK = Size(blocks=4, steps=1)
 
 
 class _Arm:

@@ -45,6 +45,12 @@ def score(
         list[str] | None,
         typer.Option(help="A finished checkpoint, a local model folder; repeat it. Nothing is trained then."),
     ] = None,
+    checkpoints_of: Annotated[
+        str | None,
+        typer.Option(
+            help="An earlier score job: its scoring model is used as it was trained there. Nothing is trained then."
+        ),
+    ] = None,
     base: Annotated[
         str | None,
         typer.Option(help="The model before a fine-tuning: holdout texts count by how much their loss changed."),
@@ -90,6 +96,12 @@ def score(
         return
     if run is not None:
         raise UserError("--run goes with --estimator online")
+    if checkpoints_of is not None:
+        for name, value in (("--model", model), ("--steps", steps), ("--checkpoints", checkpoints)):
+            if value is not None:
+                raise UserError(
+                    f"{name} belongs to the training of a scoring model, and --checkpoints-of brings one that is trained; give one of them"
+                )
     spec = model_of(model) or {}
     described: dict[str, Any] = {"model_path": spec["path"]} if "path" in spec else {"model": spec or None}
     options = given(
@@ -97,6 +109,7 @@ def score(
         num_checkpoints=checkpoints,
         tokenizer=tokenizer,
         checkpoint_paths=tuple(checkpoint) if checkpoint else None,
+        checkpoint_job=checkpoints_of,
         base_path=base,
         probes=_weights(probe) if probe else None,
         form=form,
