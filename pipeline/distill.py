@@ -12,11 +12,13 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import safetensors.numpy
 import xxhash
 
 from manifests.catalog import Catalog
@@ -27,11 +29,17 @@ from manifests.policy import Rights, rights_inputs, that_may_be_read
 from manifests.schemas import TABLES
 from manifests.store import Store
 from pipeline.distilled import VERSION, DistilledModel, features_of, fit
+from pipeline.engine import Engine, InProcess
+from pipeline.overlap import ngrams_path, repeats_holdout
+from pipeline.score import score_counts
 from pipeline.texts import read_texts
+from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
 
 MIN_FIT = 50
 WEAK = 0.3
 """Rank correlation out of sample below which predictions say little."""
+_BATCH = 256
+"""Texts that are tokenised together."""
 _SAMPLE_FIRST = "score a sample first: atoll score --sample N"
 
 
@@ -55,14 +63,19 @@ class DistillConfig:
             raise ValueError(f"partition_size is {self.partition_size}; it must be 1 or more")
 
 
-def distill(store: Store, *, config: DistillConfig, report: Report = report_nothing) -> dict[str, Any]:
+def distill(
+    store: Store, *, config: DistillConfig, engine: Engine | None = None, report: Report = report_nothing
+) -> dict[str, Any]:
     """Predicts the score of every document of the train split that the base has no direct score of.
 
     The base only knows the documents that it couldn't score by their absence, so of a base that scored a sample, these are predicted too. A base that went over the whole
-    split has judged all that there was: only what was ingested since is predicted.
+    split has judged all that there was: only what was ingested since is predicted. A document that repeats the holdout gets no score here either.
+
+    Args:
+        engine: where partitions are predicted; None: in this process.
 
     Returns:
-        The summary: job, base, method, documents predicted and fitted on, the facts of the fit (distilled.py), standard error of a prediction, share below zero, seconds; a
+        The summary: job, base, method, documents predicted, not predicted (they repeat the holdout) and fitted on, the facts of the fit (distilled.py), standard error of a prediction, share below zero, seconds; a
         `warning` where the predictions are hardly better than chance; `already_done` where the same job was finished before and nothing was changed.
 
     Raises:
@@ -94,17 +107,18 @@ def distill(store: Store, *, config: DistillConfig, report: Report = report_noth
         method=f"distilled/{direct['method'][0].as_py()}",
         checkpoint=direct["checkpoint"][0].as_py(),
         probe=direct["probe"][0].as_py(),
+        tokenizer=json.loads(base["config"]).get("tokenizer"),
+        ngrams=ngrams_path(base["job"]),
     )
-    _predict(job, spec, ids, config.partition_size, report)
+    _predict(job, spec, ids, config.partition_size, engine or InProcess(), report)
     summary = {
         "job": job.id,
         "base": base["job"],
         "method": spec.method,
-        "documents": len(ids),
+        **score_counts(store, job, num_wanted=len(ids)),
         "fitted_on": min(len(direct), config.max_fit),
         **model.facts,
         "stderr": round(model.stderr, 6),
-        "share_negative": _share_negative(store, job),
         "seconds": round(time.monotonic() - started, 1),
     }
     if (found := model.facts["rank_correlation"]) < WEAK:
@@ -128,49 +142,93 @@ class PartSpec:
     method: str
     checkpoint: str
     probe: str
+    tokenizer: str | None
+    """Of the base's holdout n-grams; None where it has none, as an online one."""
+    ngrams: str
+    """Object of the base's holdout n-grams."""
 
 
-def predict_part(spec: PartSpec, ids: Sequence[bytes]) -> pa.Table:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Part:
+    """Documents that are predicted together."""
+
+    number: int
+    """From 1."""
+    ids: Sequence[bytes]
+    name: str
+    """Which they are, for errors."""
+
+
+def predict_part(spec: PartSpec, part: _Part) -> pa.Table:
     """Rows of `influence` for one partition, in the order of the ids. One at a time in a process."""
-    catalog, model = _opened(spec)
+    opened = _opened(spec)
     found: list[bytes] = []
+    repeated: set[bytes] = set()
 
     def texts() -> Iterator[str]:
-        for doc_id, text in read_texts(catalog, doc_ids=pa.array(ids, pa.binary())):
-            found.append(doc_id)
-            yield text
+        read = read_texts(opened.catalog, doc_ids=pa.array(part.ids, pa.binary()))
+        while batch := list(islice(read, _BATCH)):
+            found.extend(doc_id for doc_id, _ in batch)
+            repeated.update(opened.repeats([doc_id for doc_id, _ in batch], [text for _, text in batch]))
+            yield from (text for _, text in batch)
 
-    scores = dict(zip(found, model.predict(texts()).tolist(), strict=True)) if ids else {}
+    scores = dict(zip(found, opened.model.predict(texts()).tolist(), strict=True)) if part.ids else {}
     same = {
         "method": spec.method,
-        "stderr": model.stderr,
+        "stderr": opened.model.stderr,
         "checkpoint": spec.checkpoint,
         "probe": spec.probe,
         "scored_at": datetime.now(UTC),
         "direct": False,
         "job": spec.job,
     }
-    rows = [same | {"doc_id": doc_id, "score": scores[doc_id]} for doc_id in ids]
+    rows = [same | {"doc_id": doc_id, "score": scores[doc_id]} for doc_id in part.ids if doc_id not in repeated]
     return pa.Table.from_pylist(rows, schema=TABLES["influence"].schema)
 
 
+class _Opened:
+    """What a worker needs of a job, loaded."""
+
+    def __init__(self, spec: PartSpec) -> None:
+        store = Store(spec.store_uri)
+        self.catalog = Catalog(store, tables=["documents", "sources", "tokenizers"], rights=spec.rights)
+        self.model = DistilledModel.from_bytes(store.get(spec.model))
+        self._tokenizer: LoadedTokenizer | None = None
+        if spec.tokenizer is not None and store.exists(spec.ngrams):
+            self._tokenizer = load_tokenizer(store, self.catalog, spec.tokenizer)
+            self._ngrams = safetensors.numpy.load(store.get(spec.ngrams))["ngrams"]
+
+    def repeats(self, ids: Sequence[bytes], texts: Sequence[str]) -> list[bytes]:
+        """Those that repeat the holdout, by the measure of `atoll score`."""
+        if self._tokenizer is None:
+            return []
+        encoded = self._tokenizer.encode_batch(texts)
+        return [doc_id for doc_id, tokens in zip(ids, encoded, strict=True) if repeats_holdout(tokens, self._ngrams)]
+
+
 @lru_cache(maxsize=1)
-def _opened(spec: PartSpec) -> tuple[Catalog, DistilledModel]:
-    store = Store(spec.store_uri)
-    catalog = Catalog(store, tables=["documents", "sources"], rights=spec.rights)
-    return catalog, DistilledModel.from_bytes(store.get(spec.model))
+def _opened(spec: PartSpec) -> _Opened:
+    return _Opened(spec)
 
 
-def _predict(job: Job, spec: PartSpec, ids: pa.ChunkedArray[Any], size: int, report: Report) -> None:
+def _predict(job: Job, spec: PartSpec, ids: pa.ChunkedArray[Any], size: int, engine: Engine, report: Report) -> None:
     """Appends all partitions that aren't there yet."""
     parts = range(1, -(-len(ids) // size) + 1)
     # They are appended in order.
-    missing = parts[bisect_left(parts, True, key=lambda part: not job.has_part("influence", part)) :]
+    numbers = parts[bisect_left(parts, True, key=lambda part: not job.has_part("influence", part)) :]
+
+    def missing() -> Iterator[_Part]:
+        for number in numbers:
+            start = (number - 1) * size
+            own = ids.slice(start, size).to_pylist()
+            yield _Part(number=number, ids=own, name=f"documents {start} to {start + len(own) - 1} of those to predict")
+
     try:
-        for part in missing:
-            report("predict", (part - 1) * size, len(ids))
-            rows = predict_part(spec, ids.slice((part - 1) * size, size).to_pylist())
-            job.append("influence", rows, part=part)
+        report("predict", (numbers.start - 1) * size, len(ids))
+        results = engine.map(partial(predict_part, spec), missing(), name=lambda part: part.name)
+        for number, rows in zip(numbers, results, strict=True):
+            job.append("influence", rows, part=number)
+            report("predict", min(number * size, len(ids)), len(ids))
     finally:
         _opened.cache_clear()
     report("predict", len(ids), len(ids))
@@ -282,8 +340,3 @@ def _fingerprint(*ids: pa.ChunkedArray[Any]) -> list[list[Any]]:
                 hash_.update(b"".join(chunk.slice(start, 1 << 16).to_pylist()))
         found.append([len(each), hash_.hexdigest()])
     return found
-
-
-def _share_negative(store: Store, job: Job) -> float:
-    sql = "SELECT avg((score < 0)::INT) AS share FROM raw.influence WHERE job = ?"
-    return round(float(Catalog(store, tables=["influence"]).rows(sql, [job.id])[0]["share"]), 4)

@@ -1,4 +1,4 @@
-"""Documents that repeat the holdout. Their influence on it is spurious, and training on them would spoil it: they get no score. Pure functions."""
+"""Documents that repeat the holdout. Their influence on it is spurious, and training on them would spoil it: they get no score."""
 
 from __future__ import annotations
 
@@ -41,3 +41,8 @@ def repeats_holdout(tokens: Tokens, holdout: npt.NDArray[np.uint64]) -> bool:
         return False
     places = np.minimum(np.searchsorted(holdout, hashes), len(holdout) - 1)
     return bool((holdout[places] == hashes).mean() >= SHARE)
+
+
+def ngrams_path(job: str) -> str:
+    """Where the holdout's n-grams lie in the store."""
+    return f"scoring/{job}/holdout-ngrams.safetensors"

@@ -246,7 +246,7 @@ def score(
     summary = {
         "job": job.id,
         "method": config.method,
-        **_counts(store, job, num_wanted=num_wanted),
+        **score_counts(store, job, num_wanted=num_wanted),
         "left_out": scoring.left_out(),
         "probes": {name: round(weight, 4) for name, weight in weights.items()},
         "corpora_without_probe": too_small,
@@ -339,8 +339,8 @@ class _Scoring:
         import safetensors.numpy
 
         from pipeline.comparer import default_threads
-        from pipeline.overlap import holdout_hashes
-        from pipeline.scoring import Task, direction_path, ngrams_path
+        from pipeline.overlap import holdout_hashes, ngrams_path
+        from pipeline.scoring import Task, direction_path
 
         config, store, job = self._config, self._job.store, self._job.id
         checkpoints = self._checkpoints()
@@ -545,7 +545,8 @@ def _probe_weights(probes: Probes, wanted: Mapping[str, float] | None) -> dict[s
     return {name: given[name] / total for name in probes if given.get(name)}
 
 
-def _counts(store: Store, job: Job, *, num_wanted: int) -> dict[str, Any]:
+def score_counts(store: Store, job: Job, *, num_wanted: int) -> dict[str, Any]:
+    """How many of the documents wanted a job has scored and not scored, and the share of its scores below zero."""
     sql = "SELECT count(*) AS scored, coalesce(avg((score < 0)::INT), 0) AS share_negative FROM raw.influence WHERE job = ?"
     row = Catalog(store).rows(sql, [job.id])[0]
     return {

@@ -26,7 +26,7 @@ from manifests.schemas import TABLES
 from manifests.store import Store
 from pipeline.comparer import Comparer
 from pipeline.influence import Direction, Form, combine
-from pipeline.overlap import repeats_holdout
+from pipeline.overlap import ngrams_path, repeats_holdout
 from pipeline.scoring_model import Checkpoint, build_model, choose_device
 from pipeline.scoring_texts import Partition, encode_documents
 from pipeline.tokenizer import load_tokenizer
@@ -80,11 +80,6 @@ def checkpoint_path(job: str, k: int) -> str:
 def direction_path(job: str, k: int) -> str:
     """Where the direction at a checkpoint lies in the store."""
     return f"scoring/{job}/direction-{k}.safetensors"
-
-
-def ngrams_path(job: str) -> str:
-    """Where the holdout's n-grams lie in the store."""
-    return f"scoring/{job}/holdout-ngrams.safetensors"
 
 
 def score_partition(task: Task, partition: Partition) -> Scored:

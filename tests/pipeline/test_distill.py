@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import safetensors.numpy
 
 from manifests.catalog import Catalog
 from manifests.editions import set_policy
@@ -21,9 +23,13 @@ from manifests.store import Store
 from manifests.tables import create_store, read
 from pipeline.distill import DistillConfig, distill
 from pipeline.distilled import rank_correlation
+from pipeline.engine import InProcess
 from pipeline.ingest import ingest
+from pipeline.overlap import holdout_hashes, ngrams_path
 from pipeline.sources import SourceSpec
+from pipeline.texts import read_texts
 from pipeline.tier import TierConfig, tier
+from pipeline.tokenizer import load_tokenizer, train_tokenizer
 
 WORDS = ["tide", "reef", "coral", "lagoon", "island", "current", "sand", "shell", "wave", "palm", "anchor", "harbour"]
 NUM_DOCUMENTS, NUM_DIRECT = 420, 240
@@ -46,13 +52,23 @@ def fill(store: Store, folder: Path, *, count: int = NUM_DOCUMENTS, seed: int = 
     ingest(store, [spec], holdout_share=0.1)
 
 
-def add_scores(store: Store, *, num: int | None = NUM_DIRECT, shuffled: bool = False, method: str = "m") -> str:
+def add_scores(
+    store: Store,
+    *,
+    num: int | None = NUM_DIRECT,
+    shuffled: bool = False,
+    method: str = "m",
+    tokenizer: str | None = None,
+) -> str:
     """A finished score job: of a sample drawn evenly, or of all documents (num None), the score less the share of noise; returns its id."""
     catalog = Catalog(store)
     documents = catalog.rows("SELECT doc_id, label::DOUBLE AS share FROM documents WHERE split = 'train' ORDER BY doc_id")  # fmt: skip
     ingests = [row["job"] for row in catalog.rows("SELECT DISTINCT job FROM documents")]
     job = make_job(
-        store, "score", config={"sample": num, "method": method, "shuffled": shuffled}, inputs={"ingest": ingests}
+        store,
+        "score",
+        config={"sample": num, "method": method, "shuffled": shuffled, "tokenizer": tokenizer},
+        inputs={"ingest": ingests},
     )
     rng = np.random.default_rng(7)
     scores = np.array([0.2 - row["share"] for row in documents]) + rng.normal(0, 0.03, len(documents))
@@ -113,6 +129,36 @@ def test_scores_without_a_trace_in_the_text_are_predicted_with_a_warning(store: 
     summary = distill(store, config=CONFIG)
     assert abs(summary["rank_correlation"]) < 0.2
     assert "hardly better than chance" in summary["warning"]
+
+
+class PickledEngine(InProcess):
+    """Hands everything on as a cluster does."""
+
+    def map(self, work: Any, items: Any, *, name: Any = str) -> Any:
+        carried = pickle.loads(pickle.dumps(work))
+        return super().map(carried, (pickle.loads(pickle.dumps(item)) for item in items), name=name)
+
+
+def test_document_that_repeats_the_holdout_is_not_predicted_on_any_engine(sampled: Store) -> None:
+    tokenizer = train_tokenizer(sampled, Catalog(sampled), vocab_size=300)
+    base = add_scores(sampled, tokenizer=tokenizer)
+    catalog = Catalog(sampled)
+    sql = "SELECT doc_id FROM documents WHERE split = 'train' AND doc_id NOT IN (SELECT doc_id FROM influence WHERE job = ?) ORDER BY doc_id LIMIT 1"
+    repeated = catalog.query(sql, [base])["doc_id"].combine_chunks()
+    ((_, text),) = read_texts(catalog, doc_ids=repeated)
+    tokens = load_tokenizer(sampled, catalog).encode_batch([text])
+    sampled.put_content(ngrams_path(base), safetensors.numpy.save({"ngrams": holdout_hashes(tokens)}))
+    jobs = [
+        distill(sampled, config=DistillConfig(score_job=base, partition_size=size), engine=engine)
+        for size, engine in ((50, InProcess()), (64, PickledEngine()))
+    ]
+    assert [job["unscored"] for job in jobs] == [1, 1]
+    rows = [
+        Catalog(sampled).rows("SELECT doc_id, score FROM influence WHERE job = ? ORDER BY doc_id", [job["job"]]) for job in jobs
+    ]  # fmt: skip
+    assert rows[0] == rows[1]
+    assert repeated[0].as_py() not in [row["doc_id"] for row in rows[0]]
+    assert len(rows[0]) == jobs[0]["documents"] > 50
 
 
 def test_finished_job_changes_nothing_and_is_no_base(sampled: Store) -> None:
