@@ -1,6 +1,6 @@
 """The estimators: each turns a checkpoint of a model and gradients of the holdout into the direction that documents are compared with.
 
-trajectory  agreement along the training, in Adam's metric or the plain one (TracIn, arXiv 2002.08484; LESS, arXiv 2402.04333): for pretraining
+trajectory  agreement along the training, in the curvature's metric, Adam's or the plain one (TracIn, arXiv 2002.08484; LESS, arXiv 2402.04333): for pretraining
 reverse     influence at a trained model, by its curvature (EK-FAC: arXiv 1806.03884, for language models arXiv 2308.03296): for fine-tuning
 
 The third, online, is made while a run trains (trainer/online.py, online.py). The mathematics that they share is influence.py's.
@@ -124,9 +124,11 @@ def trajectory_direction(
     )
 
 
-def reverse_direction(gradients: Sequence[Mapping[str, Tensor]], curvature: Curvature, *, damping: float) -> Direction:
-    """Direction at a trained model: the holdout gradient times the damped inverse curvature (influence functions; arXiv 2308.03296, Eq. 5)."""
-    return make_direction(1.0, gradients, scale=curvature.inverse(damping), bases=curvature.bases)
+def curved_direction(
+    weight: float, gradients: Sequence[Mapping[str, Tensor]], curvature: Curvature, *, damping: float
+) -> Direction:
+    """Direction in the metric of the damped inverse curvature; by dot product, influence functions at a trained model (arXiv 2308.03296, Eq. 5)."""
+    return make_direction(weight, gradients, scale=curvature.inverse(damping), bases=curvature.bases)
 
 
 def _walk(

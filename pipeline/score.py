@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Tokens = npt.NDArray[Any]
 ESTIMATORS = ("trajectory", "reverse")
-METRICS = ("adam", "none")
+METRICS = ("ekfac", "adam", "none")
 FORMS = ("cosine", "layer-cosine", "dot")
 LAYERS = ("blocks", "all")
 DEFAULT_MODEL: Mapping[str, Any] = {
@@ -85,14 +85,14 @@ class ScoreConfig:
 
     estimator: str = "trajectory"
     """trajectory: agreement along a training; reverse: influence at a trained model, by its curvature."""
-    form: str | None = None
-    """cosine, layer-cosine or dot; None: layer-cosine for a trajectory, dot for reverse."""
+    form: str = "cosine"
+    """cosine, layer-cosine or dot (the change of the holdout loss itself, which long steps and large gradients lead)."""
     metric: str | None = None
-    """Of a trajectory: adam or none; None: adam where the training is done here."""
+    """Of a trajectory: ekfac (the curvature at each checkpoint), adam or none; None: ekfac, or none with a projection."""
     layers: str = "blocks"
     """Linear layers whose gradients are compared: those of the blocks, or all, with the output head."""
     projection: int | None = None
-    """Entries of each side of a layer that a gradient is cut down to, to save memory: random ones for a trajectory, the curvature's largest for reverse."""
+    """Entries of each side of a layer that a gradient is cut down to, to save memory: random ones with metric none, the curvature's largest with ekfac."""
     damping: float = 0.1
     """Of the curvature, as a share of its mean eigenvalue."""
     curvature_documents: int = 512
@@ -119,7 +119,7 @@ class ScoreConfig:
     seed: int = 0
     num_checkpoints: int = 2
     """Checkpoints at which documents are compared, evenly over the training; one, its end, for reverse."""
-    max_document_tokens: int = 64
+    max_document_tokens: int = 128
     """Tokens of a document that one checkpoint looks at: of a longer one, another window at each checkpoint, from its beginning to its end."""
     num_folds: int = 4
     """Folds of each probe, for the standard error."""
@@ -166,24 +166,19 @@ class ScoreConfig:
             raise ValueError("metric goes with the trajectory estimator; reverse has the curvature as its metric")
         if self.base_path is not None and self.estimator != "reverse":
             raise ValueError("base_path goes with the reverse estimator")
+        if self.metric == "adam" and self.projection is not None:
+            raise ValueError("projection keeps no diagonal metric; choose metric none or ekfac with it")
         if self.metric == "adam" and self.checkpoint_paths:
             raise ValueError(
                 "metric adam needs the optimizer's state, which finished checkpoints don't hold; choose none"
             )
-        if self.resolved_metric == "adam" and self.projection is not None:
-            raise ValueError("projection keeps no diagonal metric; choose metric none with it")
 
     @property
     def resolved_metric(self) -> str:
         """The metric: adam, none, or the curvature's ekfac."""
         if self.estimator == "reverse":
             return "ekfac"
-        return self.metric or ("none" if self.checkpoint_paths or self.projection is not None else "adam")
-
-    @property
-    def resolved_form(self) -> str:
-        """The form of the comparison."""
-        return self.form or ("dot" if self.estimator == "reverse" else "layer-cosine")
+        return self.metric or ("none" if self.projection is not None else "ekfac")
 
     @property
     def resolved_num_checkpoints(self) -> int:
@@ -195,7 +190,7 @@ class ScoreConfig:
     @property
     def method(self) -> str:
         """Name of the estimator with what makes its scores differ, as in `trajectory/adam-cosine`."""
-        return f"{self.estimator}/{self.resolved_metric}-{self.resolved_form}"
+        return f"{self.estimator}/{self.resolved_metric}-{self.form}"
 
     def identity(self) -> dict[str, Any]:
         """What decides the scores: all but where they are computed."""
@@ -416,7 +411,7 @@ class _Scoring:
 
     def _direction(self, k: int, checkpoint: Checkpoint) -> tuple[Direction, dict[str, Any]]:
         """What documents are compared with at a checkpoint, and what is to be told of it."""
-        from pipeline.estimators import fit_curvature, reverse_direction, trajectory_direction
+        from pipeline.estimators import curved_direction, fit_curvature, trajectory_direction
         from pipeline.gradients import mean_gradient
 
         config = self._config
@@ -436,7 +431,7 @@ class _Scoring:
             "train_loss": round(checkpoint.train_loss, 4) if np.isfinite(checkpoint.train_loss) else None,
             "holdout_loss": losses,
         } | self._agreement(k, checkpoint, gradients)
-        if config.estimator == "reverse":
+        if config.resolved_metric == "ekfac":
             sample = draw_sample(
                 self._catalog,
                 num_bytes=config.curvature_documents * 4 * _BYTES_PER_TOKEN * config.max_document_tokens,
@@ -446,7 +441,8 @@ class _Scoring:
             curvature = fit_curvature(
                 self._model, checkpoint.parameters, self._layers, self._batches(documents, k), rank=config.projection, seed=config.seed
             )  # fmt: skip
-            return reverse_direction(gradients, curvature, damping=config.damping), facts
+            weight = 1.0 if config.estimator == "reverse" else checkpoint.learning_rate
+            return curved_direction(weight, gradients, curvature, damping=config.damping), facts
         return trajectory_direction(
             self._model,
             gradients,
@@ -530,7 +526,7 @@ def _as_trained_by(catalog: Catalog, config: ScoreConfig, job: str) -> ScoreConf
 
 
 def _form(config: ScoreConfig) -> Form:
-    return config.resolved_form  # type: ignore[return-value]
+    return config.form  # type: ignore[return-value]
 
 
 def _probe_weights(probes: Probes, wanted: Mapping[str, float] | None) -> dict[str, float]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.estimators import adam_scale, fit_curvature, random_bases, reverse_direction, trajectory_direction
+from pipeline.estimators import adam_scale, curved_direction, fit_curvature, random_bases, trajectory_direction
 from pipeline.gradients import linear_layers, pad, weights_of
 from pipeline.influence import compare
 from pipeline.scoring_model import build_model
@@ -98,7 +98,7 @@ def test_strong_damping_makes_reverse_the_plain_product(model: Any) -> None:
     layers = linear_layers(model, "blocks")
     gradients, _ = all_gradients(model, layers)
     target = [mean_of(gradients)]
-    damped = reverse_direction(target, curvature_of(model, layers), damping=1e6)
+    damped = curved_direction(1.0, target, curvature_of(model, layers), damping=1e6)
     plain = trajectory_direction(model, target, learning_rate=1.0, second_moments=None, rank=None, seed=0)
     scores = [
         compare(model, parameters_of(model), d, *pad(DOCUMENTS), form="layer-cosine")[0][:, 0] for d in (damped, plain)

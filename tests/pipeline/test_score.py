@@ -67,7 +67,7 @@ def test_every_document_of_the_train_split_gets_a_score_and_no_other(corpus: Sto
     rows = scores(corpus)
     assert [row["doc_id"] for row in rows] == [row["doc_id"] for row in train]
     assert {(row["method"], row["probe"], row["direct"]) for row in rows} == {
-        ("trajectory/adam-layer-cosine", "holdout, 8 documents: reef 1", True)
+        ("trajectory/ekfac-cosine", "holdout, 8 documents: reef 1", True)
     }
     assert all(-1 <= row["score"] <= 1 and row["stderr"] > 0 for row in rows)
     assert summary["documents"] == len(train)

@@ -21,7 +21,7 @@ import torch
 
 from manifests.errors import Failure
 from pipeline.comparer import Comparer, default_threads
-from pipeline.estimators import fit_curvature, reverse_direction, trajectory_direction
+from pipeline.estimators import curved_direction, fit_curvature, trajectory_direction
 from pipeline.gradients import batches_by_length, linear_layers, mean_gradient, pad
 from pipeline.influence import Direction, Form
 from tools.bench.retraining import (
@@ -47,27 +47,25 @@ _QUERY_BATCH = 32
 class Method:
     """One way of scoring of ours."""
 
-    estimator: Literal["trajectory", "reverse"]
-    form: Form
-    metric: str = "adam"
+    estimator: Literal["trajectory", "reverse"] = "trajectory"
+    form: Form = "dot"
+    metric: str = "ekfac"
     layers: str = "blocks"
     damping: float = 0.1
-    checkpoints: int | None = None
-    """Only the last so many; None: all."""
 
 
+_DAMPINGS = (0.001, 0.01, 0.1, 1.0)
 METHODS: Mapping[str, Method] = {
-    "trajectory, dot": Method(estimator="trajectory", form="dot"),
-    "trajectory, dot, all layers": Method(estimator="trajectory", form="dot", layers="all"),
-    "trajectory, dot, plain metric": Method(estimator="trajectory", form="dot", metric="none"),
-    "trajectory, cosine": Method(estimator="trajectory", form="cosine"),
-    "trajectory, layer-cosine": Method(estimator="trajectory", form="layer-cosine"),
-    "trajectory, layer-cosine, all layers": Method(estimator="trajectory", form="layer-cosine", layers="all"),
-    **{
-        f"reverse, damping {damping}": Method(estimator="reverse", form="dot", damping=damping)
-        for damping in (0.001, 0.01, 0.1, 1.0)
-    },
-    "reverse, damping 0.1, all layers": Method(estimator="reverse", form="dot", layers="all"),
+    "trajectory, plain, dot": Method(metric="none"),
+    "trajectory, adam, dot": Method(metric="adam"),
+    "trajectory, adam, dot, all layers": Method(metric="adam", layers="all"),
+    "trajectory, adam, cosine": Method(metric="adam", form="cosine"),
+    **{f"trajectory, ekfac, dot, damping {damping}": Method(damping=damping) for damping in _DAMPINGS},
+    "trajectory, ekfac, dot, damping 0.1, all layers": Method(layers="all"),
+    "trajectory, ekfac, cosine, damping 0.1": Method(form="cosine"),
+    **{f"reverse, dot, damping {damping}": Method(estimator="reverse", damping=damping) for damping in _DAMPINGS},
+    "reverse, dot, damping 0.1, all layers": Method(estimator="reverse", layers="all"),
+    "reverse, cosine, damping 0.1": Method(estimator="reverse", form="cosine"),
 }
 BERGSON_METHODS = (
     "dot",
@@ -185,11 +183,12 @@ def _direction(
     for group in range(laboratory.num_groups):
         queries = [laboratory.holdout[place] for place in np.flatnonzero(groups == group)]
         gradients.append(mean_gradient(model, checkpoint.parameters, layers, list(_batches(queries)))[0])
-    if method.estimator == "reverse":
+    if method.metric == "ekfac":
         curvature = fit_curvature(
             model, checkpoint.parameters, layers, list(_batches(laboratory.documents)), rank=None, seed=seed
         )
-        return reverse_direction(gradients, curvature, damping=method.damping)
+        weight = 1.0 if method.estimator == "reverse" else checkpoint.learning_rate
+        return curved_direction(weight, gradients, curvature, damping=method.damping)
     return trajectory_direction(
         model,
         gradients,

@@ -151,7 +151,7 @@ def _meaning(name: str) -> tuple[str, str]:
 
 _NATS = "nats/token"
 _MEANINGS = {
-    "planted_auc": ("AUC", "mean over the kinds of gross harm, all trajectory scores combined by rank"),
+    "planted_auc": ("AUC", "mean over the kinds of gross harm, by `trajectory`, the default of `atoll score`"),
     "distilled_rank_corr": ("Spearman", "of the distilled scorer's predictions, out of sample"),
     "docs_per_s": ("documents/s", "of the whole job `score` with its default method, the training of its model left out"),
     "loss_all": (_NATS, "holdout loss after training on all documents"),
@@ -223,7 +223,9 @@ def _one_seed(size: Size, seed: int, folder: Path, found: _Found) -> None:
     jobs, documents_per_s = _score_by_all_methods(store, config, seed)
     found.add(seed, {"docs_per_s": documents_per_s})
     kinds, by_method, texts = _scores(store, jobs, [d.text for d in planted], folder)
-    by_method["all by rank"] = sum((rankdata(by_method[method]) for method in _COMBINED), np.zeros(len(kinds)))
+    by_method["trajectory and reverse by rank"] = sum(
+        (rankdata(by_method[method]) for method in _COMBINED), np.zeros(len(kinds))
+    )
     by_method["perplexity"] = -_losses(store, jobs["trajectory"], config, texts)
     for name, baseline in BASELINES.items():
         by_method[name] = baseline(list(texts.values()), holdout, seed)
@@ -233,7 +235,7 @@ def _one_seed(size: Size, seed: int, folder: Path, found: _Found) -> None:
         for kind in Harm
         if kind is not Harm.CLEAN
     }
-    found.add(seed, {"planted_auc": float(np.mean([aucs[f"all by rank: {kind}"] for kind in GROSS]))} | aucs)
+    found.add(seed, {"planted_auc": float(np.mean([aucs[f"trajectory: {kind}"] for kind in GROSS]))} | aucs)
     sampled = score(store, config=replace(config, sample=len(planted) // 2, checkpoint_job=jobs["trajectory"]))
     distilled = distill(store, config=DistillConfig(score_job=sampled["job"], seed=seed))
     found.add(seed, {"distilled_rank_corr": float(distilled["rank_correlation"])})
@@ -262,12 +264,14 @@ def _one_seed(size: Size, seed: int, folder: Path, found: _Found) -> None:
         STDERR.print(f"seed {seed}: lds {name} {value:.3f}", markup=False)
 
 
-_COMBINED = ("trajectory", "trajectory with the head")
 _METHODS: Mapping[str, Mapping[str, Any]] = {
     "trajectory": {},
-    "trajectory with the head": {"layers": "all", "form": "cosine"},
+    "trajectory in Adam's metric": {"metric": "adam"},
+    "trajectory in the plain metric": {"metric": "none"},
     "reverse": {"estimator": "reverse"},
+    "reverse by dot product": {"estimator": "reverse", "form": "dot"},
 }
+_COMBINED = ("trajectory", "reverse")
 
 
 def _planted_store(folder: Path, planted: Sequence[Planted], holdout: Sequence[str]) -> Store:

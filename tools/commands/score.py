@@ -62,7 +62,7 @@ def score(
         ),
     ] = None,
     form: Annotated[str | None, typer.Option(help="cosine, layer-cosine or dot.")] = None,
-    metric: Annotated[str | None, typer.Option(help="Of a trajectory: adam or none.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Of a trajectory: ekfac, adam or none.")] = None,
     layers: Annotated[str | None, typer.Option(help="blocks, or all: the output head's gradient as well.")] = None,
     projection: Annotated[
         int | None, typer.Option(help="Cut gradients down to so many entries a side of each layer, to save memory.")
