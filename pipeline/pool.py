@@ -7,7 +7,7 @@ their score: so a threshold that moves re-assigns whole shards, and so does a qu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +76,9 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
         Failure: a source has changed or gone.
     """
     catalog = Catalog(store, rights=rights_of(store, "job:shard"))
-    tier_version = _tier_version(catalog, config.tier_version)
+    tier_version = find_tier_version(catalog, config.tier_version)
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
-    pool = f"{tokenizer.id[:16]}-{np.dtype(tokenizer.token_dtype).name}"
+    pool = pool_of(tokenizer)
     job = make_job(
         store,
         "shard",
@@ -91,22 +91,18 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
     done = job.summary()
     if done is not None:
         return done | {"already_done": True}
-    if catalog.rows("SELECT 1 FROM views WHERE tier_version = ? AND pool = ?", [tier_version, pool]):
-        # Views are written once: a run that reads them would lose its place in others.
-        raise UserError(
-            f"tier version {tier_version} has been sharded into pool {pool} with other options or documents; `atoll tier` makes a new version of the tiers"
-        )
-    bands = list(_bands(catalog, tier_version))
+    require_no_views(catalog, tier_version, pool)
+    bands = list(cut_bands(catalog, tier_version))
     if not bands:
         raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
     total = sum(len(band.scores) for band in bands)
     sharded = 0
     for part, band in enumerate(bands, start=1):
         if not job.has_part("shard_index", part):
-            _write_band(job, catalog, tokenizer, pool, band, part=part, config=config)
+            write_band(job, tokenizer, pool, band, tokenise(catalog, tokenizer, band.doc_ids), part=part, config=config)
         sharded += len(band.scores)
         report("documents sharded", sharded, total)
-    tiers = _write_views(job, tier_version, pool)
+    tiers = write_views(job, tier_version, pool)
     if not catalog.rows("SELECT 1 FROM pools WHERE pool = ?", [pool]):
         row = {
             "pool": pool,
@@ -128,7 +124,17 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
     return summary
 
 
-def _tier_version(catalog: Catalog, wanted: int | None) -> int:
+def pool_of(tokenizer: LoadedTokenizer) -> str:
+    """Name of the pool of a tokenizer's tokens."""
+    return f"{tokenizer.id[:16]}-{np.dtype(tokenizer.token_dtype).name}"
+
+
+def find_tier_version(catalog: Catalog, wanted: int | None) -> int:
+    """The version wanted, or the newest.
+
+    Raises:
+        UserError: there is none.
+    """
     versions = [row["tier_version"] for row in catalog.rows("SELECT tier_version FROM tier_versions ORDER BY 1")]
     if not versions:
         raise UserError(f"{catalog.store.uri} has no tiers; run `atoll score`, then `atoll tier`")
@@ -137,8 +143,22 @@ def _tier_version(catalog: Catalog, wanted: int | None) -> int:
     return wanted if wanted is not None else versions[-1]
 
 
-def _bands(catalog: Catalog, tier_version: int) -> Iterator[Band]:
-    """The tier version's documents and the holdout's, highest score first, cut into pieces that memory holds at ease."""
+def require_no_views(catalog: Catalog, tier_version: int, pool: str) -> None:
+    """Views are written once: a run that reads them would lose its place in others."""
+    if catalog.rows("SELECT 1 FROM views WHERE tier_version = ? AND pool = ?", [tier_version, pool]):
+        raise UserError(
+            f"tier version {tier_version} has been sharded into pool {pool} with other options or documents; `atoll tier` makes a new version of the tiers"
+        )
+
+
+def cut_bands(
+    catalog: Catalog, tier_version: int, *, only: str = "true", parameters: Sequence[Any] = ()
+) -> Iterator[Band]:
+    """The tier version's documents and the holdout's, highest score first, cut into pieces that memory holds at ease.
+
+    Args:
+        only: SQL condition over `doc_id`, with its parameters.
+    """
     columns = ", ".join(KIND)
     numbered = f"""
         SELECT *, dense_rank() OVER (ORDER BY array_position(['{"', '".join((*TIERS, HOLDOUT))}'], tier), {columns}) AS number
@@ -146,11 +166,14 @@ def _bands(catalog: Catalog, tier_version: int) -> Iterator[Band]:
             SELECT t.tier, doc_id, t.score, {columns} FROM tiers AS t JOIN documents USING (doc_id) WHERE tier_version = {tier_version}
             UNION ALL SELECT '{HOLDOUT}', doc_id, NULL, {columns} FROM documents WHERE split = '{HOLDOUT}'
         )
+        WHERE {only}
     """
-    rows = catalog.query(f"SELECT doc_id, score, number FROM ({numbered}) ORDER BY number, score DESC, doc_id")
+    rows = catalog.query(
+        f"SELECT doc_id, score, number FROM ({numbered}) ORDER BY number, score DESC, doc_id", list(parameters)
+    )
     start = 0
     counted = f"SELECT tier, {columns}, count(*) AS count FROM ({numbered}) GROUP BY ALL ORDER BY any_value(number)"
-    for kind in catalog.rows(counted):
+    for kind in catalog.rows(counted, list(parameters)):
         tier, count = kind.pop("tier"), kind.pop("count")
         for first in range(start, start + count, _BAND_DOCUMENTS):
             piece = rows.slice(first, min(_BAND_DOCUMENTS, start + count - first))
@@ -158,10 +181,17 @@ def _bands(catalog: Catalog, tier_version: int) -> Iterator[Band]:
         start += count
 
 
-def _write_band(
-    job: Job, catalog: Catalog, tokenizer: LoadedTokenizer, pool: str, band: Band, *, part: int, config: ShardConfig
+def write_band(
+    job: Job,
+    tokenizer: LoadedTokenizer,
+    pool: str,
+    band: Band,
+    tokens: Mapping[bytes, npt.NDArray[Any]],
+    *,
+    part: int,
+    config: ShardConfig,
 ) -> None:
-    tokens = _tokenise(catalog, tokenizer, band)
+    """Writes a band's shards and appends their rows."""
     doc_ids: list[bytes] = band.doc_ids.to_pylist()
     scores = dict(zip(doc_ids, band.scores, strict=True))
     places: list[dict[str, Any]] = []
@@ -216,8 +246,10 @@ def put_shard(store: Store, encoded: EncodedShard, token_dtype: np.dtype[Any]) -
     return entry, len(existing)
 
 
-def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[bytes, npt.NDArray[Any]]:
-    """Tokens of every document of a band, the end-of-document token included."""
+def tokenise(
+    catalog: Catalog, tokenizer: LoadedTokenizer, doc_ids: pa.Array[Any] | pa.ChunkedArray[Any]
+) -> dict[bytes, npt.NDArray[Any]]:
+    """Tokens of documents, the end-of-document token included."""
     tokens: dict[bytes, npt.NDArray[Any]] = {}
     batch: list[tuple[bytes, str]] = []
 
@@ -226,7 +258,7 @@ def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[
         tokens.update(zip(ids, tokenizer.encode_batch(texts), strict=True))
         batch.clear()
 
-    for doc_id, text in read_texts(catalog, doc_ids=band.doc_ids):
+    for doc_id, text in read_texts(catalog, doc_ids=doc_ids):
         batch.append((doc_id, text))
         if len(batch) == _BATCH_DOCUMENTS:
             encode()
@@ -236,7 +268,7 @@ def _tokenise(catalog: Catalog, tokenizer: LoadedTokenizer, band: Band) -> dict[
 
 
 def _fill_shards(
-    doc_ids: Sequence[bytes], tokens: dict[bytes, npt.NDArray[Any]], shard_bytes: int
+    doc_ids: Sequence[bytes], tokens: Mapping[bytes, npt.NDArray[Any]], shard_bytes: int
 ) -> Iterator[list[bytes]]:
     shard: list[bytes] = []
     size = 0
@@ -251,12 +283,22 @@ def _fill_shards(
         yield shard
 
 
-def _write_views(job: Job, tier_version: int, pool: str) -> dict[str, dict[str, int]]:
-    """Writes each tier's index.json and its row; a tier without documents gets none."""
-    written = Catalog(job.store).rows(
-        "SELECT tier, shard, entry, documents, tokens, zip_bytes FROM raw.shard_index WHERE job = ? ORDER BY score_high DESC, shard",
-        [job.id],
+def write_views(
+    job: Job, tier_version: int, pool: str, kept: Sequence[Mapping[str, Any]] = ()
+) -> dict[str, dict[str, int]]:
+    """Writes each tier's index.json and its row; a tier without documents gets none.
+
+    Args:
+        kept: shards that the views have beside the job's own, with the columns that are asked for here.
+    """
+    written: list[Mapping[str, Any]] = list(
+        Catalog(job.store).rows(
+            "SELECT tier, shard, entry, documents, tokens, zip_bytes, score_high FROM raw.shard_index WHERE job = ?",
+            [job.id],
+        )
     )
+    written += kept
+    written.sort(key=lambda row: (-row["score_high"], row["shard"]))
     tiers: dict[str, dict[str, int]] = {}
     rows, shard_rows = [], []
     for tier in (*TIERS, HOLDOUT):

@@ -129,9 +129,9 @@ def run(laboratory: Laboratory, size: Size, *, seed: int, folder: Path) -> Resul
     their_speeds: dict[str, float] = {}
     if (python := os.environ.get("BERGSON_PYTHON")) is not None:
         model.save_pretrained(folder / "model")
-        theirs, their_speeds = run_bergson(
-            python, laboratory, folder, methods=size.bergson_methods, seed=seed, model=folder / "model"
-        )
+        found = run_bergson(python, laboratory, folder, methods=size.bergson_methods, seed=seed, model=folder / "model")
+        theirs = {name: np.array(scores) for name, scores in found["scores"].items()}
+        their_speeds = found["documents_per_s"]
     else:
         STDERR.print("BERGSON_PYTHON is not set: bergson is left out (bergson_side.py says how to install it)")
     halves_MD = random_halves(len(documents), num_halves=size.num_halves, seed=seed)
@@ -206,8 +206,8 @@ def _batches(documents: Sequence[Tokens]) -> Iterator[tuple[torch.Tensor, torch.
 
 def run_bergson(
     python: str, laboratory: Laboratory, folder: Path, *, methods: Sequence[str], seed: int, model: Path
-) -> tuple[dict[str, Floats], dict[str, float]]:
-    """scores_DG and documents/s of each of bergson's methods.
+) -> dict[str, Any]:
+    """What bergson_side.py found: scores_DG and documents/s of each method, and more.
 
     Raises:
         Failure: bergson ended with an error before its first method was through.
@@ -240,7 +240,7 @@ def run_bergson(
     )
     if not out.exists():
         raise Failure(f"bergson ended with {done.returncode}: {done.stderr[-2000:]}")
-    found = json.loads(out.read_text())
+    found: dict[str, Any] = json.loads(out.read_text())
     if done.returncode:
         STDERR.print(f"bergson ended early, after {', '.join(found['scores'])}: {done.stderr[-300:]}", markup=False)
-    return {name: np.array(scores) for name, scores in found["scores"].items()}, found["documents_per_s"]
+    return found
