@@ -54,17 +54,17 @@ class Method:
     damping: float = 0.1
 
 
-_DAMPINGS = (0.001, 0.01, 0.1, 1.0)
+_DAMPINGS = (0.0001, 0.001, 0.01, 0.1)
 METHODS: Mapping[str, Method] = {
     "trajectory, plain, dot": Method(metric="none"),
     "trajectory, adam, dot": Method(metric="adam"),
     "trajectory, adam, dot, all layers": Method(metric="adam", layers="all"),
     "trajectory, adam, cosine": Method(metric="adam", form="cosine"),
     **{f"trajectory, ekfac, dot, damping {damping}": Method(damping=damping) for damping in _DAMPINGS},
-    "trajectory, ekfac, dot, damping 0.1, all layers": Method(layers="all"),
+    "trajectory, ekfac, dot, damping 0.001, all layers": Method(layers="all", damping=0.001),
     "trajectory, ekfac, cosine, damping 0.1": Method(form="cosine"),
     **{f"reverse, dot, damping {damping}": Method(estimator="reverse", damping=damping) for damping in _DAMPINGS},
-    "reverse, dot, damping 0.1, all layers": Method(estimator="reverse", layers="all"),
+    "reverse, dot, damping 0.001, all layers": Method(estimator="reverse", layers="all", damping=0.001),
     "reverse, cosine, damping 0.1": Method(estimator="reverse", form="cosine"),
 }
 BERGSON_METHODS = (
@@ -72,9 +72,9 @@ BERGSON_METHODS = (
     "cosine",
     "trackstar",
     "trak",
-    *(f"ekfac:damping={damping},reduction=mean" for damping in (0.001, 0.01, 0.1, 1.0)),
-    "ekfac:damping=0.1",
-    "shampoo:damping=0.1,reduction=mean",
+    *(f"ekfac:damping={damping},reduction=mean" for damping in _DAMPINGS),
+    "ekfac:damping=0.001",
+    "shampoo:damping=0.001,reduction=mean",
 )
 
 
