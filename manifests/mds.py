@@ -107,6 +107,11 @@ def object_path(name: str) -> str:
     return f"pool/{name[:2]}/{name}.mds.zstd"
 
 
+def shard_name(entry: Mapping[str, Any]) -> str:
+    """The shard's content hash, from its index entry."""
+    return str(entry["raw_data"]["basename"]).rpartition("/")[2].partition(".")[0]
+
+
 def encode_shard(doc_ids: Sequence[bytes], tokens: Sequence[NDArray[Any]], *, level: int = 3) -> EncodedShard:
     """Writes documents as one shard. The same documents give the same raw bytes, and so the same name.
 

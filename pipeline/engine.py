@@ -53,18 +53,19 @@ class Engine(Protocol):
 
 
 @contextmanager
-def open_engine(ray: str | None = None, *, workers: int | None = None) -> Iterator[Engine]:
+def open_engine(ray: str | None = None, *, workers: int | None = None, gpu: bool = False) -> Iterator[Engine]:
     """An engine for as long as the context lasts.
 
     Args:
         ray: None works in this process. `local` starts a Ray on this machine; `auto`, HOST:PORT and ray://HOST:PORT are clusters that
             run. Their machines have this same version of Atoll installed, and reach the files and the store by the same names.
-        workers: the most items worked on at once on Ray; as many as there are CPUs by default.
+        workers: the most items worked on at once on Ray; two for each CPU, or GPU, by default.
+        gpu: whether each item on Ray has a GPU of its own. Ray hides all GPUs from work that asks for none.
 
     Raises:
-        UserError: Ray isn't installed, or no cluster answers.
+        UserError: Ray isn't installed, no cluster answers, or it has no GPU.
     """
-    engine = RayEngine(ray, workers) if ray is not None else InProcess()
+    engine = RayEngine(ray, workers, gpu=gpu) if ray is not None else InProcess()
     try:
         yield engine
     finally:
@@ -93,7 +94,7 @@ class InProcess:
 class RayEngine:
     """Works in tasks of a Ray cluster. A part whose worker or machine dies is given to another; an error of ours is not tried again."""
 
-    def __init__(self, address: str, workers: int | None) -> None:
+    def __init__(self, address: str, workers: int | None, *, gpu: bool) -> None:
         os.environ.update(RAY_ENVIRONMENT)
         try:
             import ray
@@ -104,7 +105,14 @@ class RayEngine:
         self._ours = not ray.is_initialized()
         if self._ours:
             _connect(ray, address, workers)
-        self._task: Any = ray.remote(_work_on).options(max_retries=_RETRIES, retry_exceptions=False)
+        self._resource = "GPU" if gpu else "CPU"
+        if gpu and not ray.cluster_resources().get("GPU"):
+            self.close()
+            raise UserError(
+                f"--ray {address}: the cluster has no GPU; add a machine that has one, or choose --device cpu"
+            )
+        options = {"max_retries": _RETRIES, "retry_exceptions": False, "num_gpus": int(gpu)}
+        self._task: Any = ray.remote(_work_on).options(**options)
 
     def map(self, work: Callable[[T], R], items: Iterable[T], *, name: Callable[[T], str] = str) -> Iterator[R]:
         """See Engine."""
@@ -131,10 +139,10 @@ class RayEngine:
             self._ray.shutdown()
 
     def _bound(self) -> int:
-        """Items in flight: two for each CPU, so that none waits for us. Clusters grow and shrink, so it's asked each time."""
+        """Items in flight: two for each CPU or GPU, so that none waits for us. Clusters grow and shrink, so it's asked each time."""
         if self._workers is not None:
             return self._workers
-        return 2 * max(1, int(self._ray.cluster_resources().get("CPU", 0)))
+        return 2 * max(1, int(self._ray.cluster_resources().get(self._resource, 0)))
 
     def _result(self, item: T, reference: Any, name: Callable[[T], str]) -> Any:
         errors = self._ray.exceptions

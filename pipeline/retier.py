@@ -20,7 +20,7 @@ from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
 from manifests.jobs import Report, make_job, report_nothing
-from manifests.mds import decode_shard, object_path, read_index
+from manifests.mds import decode_shard, object_path
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.store import Store
 from pipeline.pool import (
@@ -36,6 +36,7 @@ from pipeline.pool import (
     write_views,
 )
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
+from pipeline.views import Member, members_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,21 +50,6 @@ class RetierConfig:
     """Of the shards that are written; its tier version is the new one."""
     base: int | None = None
     """Tier version whose shards are taken; None: the newest before the new one that has views."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Member:
-    """A shard of the base's views."""
-
-    shard: str
-    tier: str
-    entry: Mapping[str, Any]
-    documents: int
-    tokens: int
-
-    @property
-    def zip_bytes(self) -> int:
-        return int(self.entry["zip_data"]["bytes"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +69,7 @@ class Plan:
     """Rows for write_views of the shards that stay whole."""
     reassigned: int
     """Shards among those that go to another tier's view."""
-    broken: Sequence[_Member]
+    broken: Sequence[Member]
     """Shards whose documents are written anew."""
 
     def facts(self) -> dict[str, Any]:
@@ -208,9 +194,9 @@ def _plan(catalog: Catalog, tier_version: int, base: int, pool: str) -> Plan:
         elif row["tier_after"] != row["tier_before"]:
             moved[f"{row['tier_before']} to {row['tier_after']}"] += row["documents"]
     kept: list[dict[str, Any]] = []
-    broken: list[_Member] = []
+    broken: list[Member] = []
     reassigned = 0
-    for member in _members(catalog, base, pool):
+    for member in members_of(catalog, base, pool):
         found = by_shard.get(member.shard, [])
         if len(found) != 1 or found[0]["tier_after"] is None:
             broken.append(member)
@@ -230,7 +216,7 @@ def _plan(catalog: Catalog, tier_version: int, base: int, pool: str) -> Plan:
         )
     placed = sum(row["documents"] for row in rows if row["tier_after"] is not None)
     in_tiers = catalog.rows(
-        "SELECT (SELECT count(*) FROM tiers WHERE tier_version = ?) + (SELECT count(DISTINCT doc_id) FROM documents WHERE split = ?) AS n",
+        "SELECT (SELECT count(*) FROM tiers WHERE tier_version = ? AND doc_id IN (SELECT doc_id FROM documents)) + (SELECT count(DISTINCT doc_id) FROM documents WHERE split = ?) AS n",
         [tier_version, HOLDOUT],
     )[0]["n"]
     return Plan(
@@ -244,18 +230,6 @@ def _plan(catalog: Catalog, tier_version: int, base: int, pool: str) -> Plan:
         reassigned=reassigned,
         broken=broken,
     )
-
-
-def _members(catalog: Catalog, base: int, pool: str) -> list[_Member]:
-    """The shards of the base's views, in their order."""
-    members: list[_Member] = []
-    views = "SELECT tier, object, job FROM views WHERE tier_version = ? AND pool = ? ORDER BY tier"
-    shards = "SELECT shard, documents, tokens FROM view_shards WHERE tier_version = ? AND pool = ? AND tier = ? AND job = ? ORDER BY position"
-    for view in catalog.rows(views, [base, pool]):
-        entries = read_index(catalog.store.get(view["object"]))
-        for row, entry in zip(catalog.rows(shards, [base, pool, view["tier"], view["job"]]), entries, strict=True):
-            members.append(_Member(tier=view["tier"], entry=entry, **row))
-    return members
 
 
 def _bands_to_write(catalog: Catalog, plan: Plan) -> list[Band]:
@@ -273,7 +247,7 @@ def _bands_to_write(catalog: Catalog, plan: Plan) -> list[Band]:
 class _Source:
     """Tokens of documents: from the shards that are given up, else from their texts."""
 
-    def __init__(self, catalog: Catalog, tokenizer: LoadedTokenizer, broken: Sequence[_Member]) -> None:
+    def __init__(self, catalog: Catalog, tokenizer: LoadedTokenizer, broken: Sequence[Member]) -> None:
         self._catalog, self._tokenizer = catalog, tokenizer
         self._entries = {member.shard: member.entry for member in broken}
 

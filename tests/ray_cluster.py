@@ -14,6 +14,8 @@ from pipeline.engine import RAY_ENVIRONMENT
 
 _NODE = {"num_cpus": 1, "object_store_memory": 80 << 20, "include_dashboard": False}
 """The object store fits into the little /dev/shm that a container has."""
+_SECOND = {**_NODE, "num_gpus": 1}
+"""The GPU is in name only: Ray hands out what a node says that it has."""
 _HEALTH = {"health_check_initial_delay_ms": 1000, "health_check_period_ms": 500, "health_check_failure_threshold": 4}
 """A node that is gone is missed after two seconds, not fifteen. One that is slow has as long as ever."""
 
@@ -25,7 +27,7 @@ class RayCluster:
         from ray.cluster_utils import Cluster
 
         self._cluster: Any = Cluster(initialize_head=True, head_node_args={**_NODE, "_system_config": _HEALTH})
-        self._second: Any = self._cluster.add_node(**_NODE)
+        self._second: Any = self._cluster.add_node(**_SECOND)
 
     @property
     def address(self) -> str:
@@ -40,7 +42,7 @@ class RayCluster:
     def restore(self) -> None:
         """Brings a second node where it was killed."""
         if self._second is None:
-            self._second = self._cluster.add_node(**_NODE)
+            self._second = self._cluster.add_node(**_SECOND)
 
     def stop(self) -> None:
         self._cluster.shutdown()

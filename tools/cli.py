@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -157,11 +158,22 @@ def shard(
     ] = None,
     shard_bytes: Annotated[int, typer.Option(help="Largest uncompressed size of a shard, bytes.")] = 1 << 20,
     tokenizer: TokenizerOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Write nothing: look at every shard, document and token that is there. Exit code 1 where something is wrong.",
+        ),
+    ] = False,
+    sample: Annotated[
+        int | None,
+        typer.Option(help="With --verify: hold the tokens of so many documents against their texts; all by default."),
+    ] = None,
     format_: FormatOption = Format.table,
 ) -> None:
     """Write the tokenised documents into the pool of MDS shards, and a view for each tier.
 
-    Example: atoll shard
+    Example: atoll shard && atoll shard --verify --sample 1000
     """
     from manifests.catalog import Catalog
     from pipeline.pool import ShardConfig
@@ -169,12 +181,35 @@ def shard(
     from tools.progress import progress_report
 
     its_store = opened(store)
+    if verify:
+        _verify(its_store, tier_version, tokenizer, sample, format_)
+        return
+    if sample is not None:
+        raise UserError("--sample goes with --verify")
     config = ShardConfig(tier_version=tier_version, shard_bytes=shard_bytes, tokenizer=tokenizer)
     with progress_report() as report:
         summary = run_shard(its_store, config=config, report=report)
     print_summary({k: v for k, v in summary.items() if k != "tiers"})
     views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
     print_answer(Catalog(its_store).query(views, [summary["tier_version"], summary["pool"]]), format_)
+
+
+def _verify(store: Store, tier_version: int | None, tokenizer: str | None, sample: int | None, format_: Format) -> None:
+    import pyarrow as pa
+
+    from pipeline.verify import require_whole
+    from pipeline.verify import verify as run_verify
+    from tools.progress import progress_report
+
+    with progress_report() as report:
+        verified = run_verify(store, tier_version=tier_version, tokenizer=tokenizer, sample=sample, report=report)
+    if verified.findings:
+        print_answer(pa.Table.from_pylist([asdict(finding) for finding in verified.findings]), format_)
+    require_whole(verified, store.uri)
+    STDERR.print(
+        f"tier version {verified.tier_version}: {verified.shards:,} shards, {verified.documents:,} documents, the tokens of {verified.compared:,} "
+        "held against their texts: nothing is wrong"
+    )
 
 
 @app.command(rich_help_panel=DATA)

@@ -15,16 +15,11 @@ import numpy as np
 
 from manifests.catalog import cache_root, write_whole
 from manifests.errors import Failure
-from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path
+from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path, shard_name
 from manifests.store import Store
 
 _KEPT_SHARDS = 24
 _FETCH_ATTEMPTS = 3
-
-
-def shard_name(entry: Mapping[str, Any]) -> str:
-    """The shard's content hash, from its index entry."""
-    return Path(str(entry["raw_data"]["basename"])).stem
 
 
 class ShardReader:

@@ -14,10 +14,10 @@ from typing import Any
 from manifests.catalog import Catalog
 from manifests.editions import current_policy, policy_of
 from manifests.errors import UserError
+from manifests.mds import shard_name
 from manifests.policy import Rights, joined
 from manifests.schemas import TIERS
 from trainer.config import RunConfig
-from trainer.reader import shard_name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

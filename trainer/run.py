@@ -14,13 +14,12 @@ import numpy as np
 from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.jobs import code_version, command_line
-from manifests.mds import index_json, read_index
+from manifests.mds import index_json, read_index, shard_name
 from manifests.policy import that_may_be_read
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
 from trainer.config import RunConfig
-from trainer.reader import shard_name
 from trainer.rights import ReadableShards, island_rights, require_documents
 from trainer.stream import MixedStream, TierStream
 

@@ -15,12 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from manifests.errors import Failure
-from manifests.mds import read_index
+from manifests.mds import read_index, shard_name
 from manifests.schemas import TIERS
 from manifests.store import Store
 from trainer.apportion import next_group, usable_weights
 from trainer.order import TierOrder
-from trainer.reader import ShardReader, shard_name
+from trainer.reader import ShardReader
 
 _NOTHING: npt.NDArray[Any] = np.empty(0)
 

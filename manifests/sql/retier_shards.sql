@@ -11,7 +11,7 @@ places AS (
     SELECT DISTINCT shard, position, doc_id FROM shards WHERE shard IN (SELECT shard FROM base)
 ),
 now AS (
-    SELECT doc_id, tier, score FROM tiers WHERE tier_version = $version
+    SELECT doc_id, tier, score FROM tiers WHERE tier_version = $version AND doc_id IN (SELECT doc_id FROM documents)
     UNION ALL
     SELECT DISTINCT doc_id, 'holdout', NULL FROM documents WHERE split = 'holdout'
 )

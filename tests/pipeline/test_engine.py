@@ -122,6 +122,34 @@ def test_other_versions_in_the_cluster_are_refused(on_ray: Engine, monkeypatch: 
         list(on_ray.map(_table, [1]))
 
 
+def _visible_gpus(_: int) -> str:
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_work_on_a_gpu_has_one_to_itself_and_a_cluster_without_any_is_refused(cluster: RayCluster) -> None:
+    with open_engine(cluster.address) as engine:
+        assert set(engine.map(_visible_gpus, range(2))) == {""}
+    with open_engine(cluster.address, gpu=True) as engine:
+        assert set(engine.map(_visible_gpus, range(2))) == {"0"}
+    cluster.kill_second_node()
+    try:
+        assert "the cluster has no GPU" in _refusal_of_gpus(cluster)
+    finally:
+        cluster.restore()
+
+
+def _refusal_of_gpus(cluster: RayCluster) -> str:
+    """What is said where no node with a GPU is left; the cluster misses a node that was killed after a while only."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            with open_engine(cluster.address, gpu=True):
+                time.sleep(0.5)
+        except UserError as e:
+            return str(e)
+    return "none"
+
+
 def test_an_address_without_a_cluster_is_refused_at_once() -> None:
     with pytest.raises(UserError, match=r"--ray 127\.0\.0\.1:9: no Ray cluster answers"), open_engine("127.0.0.1:9"):
         pass

@@ -14,14 +14,13 @@ from test_pool import CONFIG, tiered_store
 from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.jobs import Job
-from manifests.mds import decode_shard, object_path, read_index
+from manifests.mds import decode_shard, object_path, read_index, shard_name
 from manifests.store import Store
 from manifests.tables import open_store
 from pipeline.forget import forget, plan_erasure
 from pipeline.ingest import ingest
 from pipeline.pool import shard
 from pipeline.sources import SourceSpec
-from trainer.reader import shard_name
 from trainer.stream import TierStream
 
 WHERE = "source_row % 7 = 3"

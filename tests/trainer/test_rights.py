@@ -12,6 +12,7 @@ import pytest
 from manifests.catalog import Catalog
 from manifests.editions import current_policy, set_policy
 from manifests.errors import UserError
+from manifests.mds import shard_name
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.strategies import UNIFORM
@@ -19,7 +20,6 @@ from tiny import fabricate, start_run, tiny_config, train_alone
 from tools.audit import audit
 from trainer.island import Island
 from trainer.plan import configure_run
-from trainer.reader import shard_name
 from trainer.rights import ReadableShards, island_rights, root_run
 from trainer.rollback import apply_rollback, plan_rollback
 from trainer.run import Run, create_run, holdout_tokens, open_stream

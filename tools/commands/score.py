@@ -120,7 +120,7 @@ def score(
         **described,
     )
     config = configured(ScoreConfig, estimator=estimator, seed=seed, device=device, **options)
-    with open_engine(ray) as engine, progress_report() as report:
+    with open_engine(ray, gpu=device.startswith("cuda")) as engine, progress_report() as report:
         summary = run_score(opened(store), config=config, engine=engine, report=report)
     _print_score(summary)
 
