@@ -26,7 +26,8 @@ import trainer.island
 from manifests.catalog import Catalog
 from manifests.tables import create_store, open_store
 from manifests.upkeep import compact, vacuum
-from pipeline.score import ScoreConfig, score
+from pipeline.score import score
+from pipeline.score_config import ScoreConfig
 from pipeline.sources import SourceSpec
 from pipeline.tokenizer import train_tokenizer
 from tools.app import app

@@ -14,7 +14,8 @@ from manifests.jobs import make_job
 from manifests.store import Store
 from pipeline.ingest import ingest
 from pipeline.pool import ShardConfig, shard
-from pipeline.score import ScoreConfig, score
+from pipeline.score import score
+from pipeline.score_config import ScoreConfig
 from pipeline.sources import SourceSpec
 from pipeline.tier import TierConfig, tier
 from pipeline.tokenizer import train_tokenizer

@@ -22,7 +22,8 @@ from manifests.jobs import Job
 from manifests.store import Store
 from manifests.tables import create_store, read
 from pipeline.ingest import ingest
-from pipeline.score import ScoreConfig, score
+from pipeline.score import score
+from pipeline.score_config import ScoreConfig
 from pipeline.sources import SourceSpec
 from pipeline.tokenizer import train_tokenizer
 

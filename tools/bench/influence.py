@@ -25,7 +25,8 @@ from manifests.store import Store
 from manifests.tables import create_store
 from pipeline.distill import DistillConfig, distill
 from pipeline.ingest import ingest
-from pipeline.score import DEFAULT_MODEL, ScoreConfig, score
+from pipeline.score import score
+from pipeline.score_config import DEFAULT_MODEL, ScoreConfig
 from pipeline.scoring_texts import encode_documents
 from pipeline.sources import SourceSpec
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer, train_tokenizer

@@ -82,8 +82,8 @@ def score(
     Example: atoll score --steps 300 --probe wikipedia=2 --probe python=1
     """
     from pipeline.engine import open_engine
-    from pipeline.score import ScoreConfig
     from pipeline.score import score as run_score
+    from pipeline.score_config import ScoreConfig
     from tools.progress import progress_report
 
     if estimator == "online":
