@@ -81,6 +81,25 @@ def make_job(store: Store, kind: str, *, config: Mapping[str, Any], inputs: Mapp
     return Job(store=store, kind=kind, id=xxhash.xxh3_128_hexdigest(identity.encode()), config=config, inputs=inputs)
 
 
+def make_parted_job(store: Store, kind: str, *, config: Mapping[str, Any], inputs: Mapping[str, Any]) -> Job:
+    """A job that cuts the documents into parts.
+
+    Without documents that were forgotten meanwhile, the parts of an attempt that died would be cut elsewhere: so the erasures before the attempt belong to its
+    identity. A job that was finished before an erasure stays finished.
+    """
+    rows = read(store, "jobs", columns=["job", "kind", "started_at"]).sort_by(
+        [("started_at", "ascending"), ("job", "ascending")]
+    )
+    finished = set(rows["job"].to_pylist())
+    erasures = [row["job"] for row in rows.to_pylist() if row["kind"] == "forget"]
+    for num in range(len(erasures) + 1):
+        known: Mapping[str, Any] = {"erasures": erasures[:num]} if num else {}
+        job = make_job(store, kind, config=config, inputs={**inputs, **known})
+        if job.id in finished:
+            break
+    return job
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal values, equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)

@@ -18,7 +18,7 @@ import xxhash
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import Failure, UserError
-from manifests.jobs import Job, Report, make_job, report_nothing
+from manifests.jobs import Job, Report, make_parted_job, report_nothing
 from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, index_json, object_path
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.schemas import TIERS
@@ -79,7 +79,7 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
     tier_version = find_tier_version(catalog, config.tier_version)
     tokenizer = load_tokenizer(store, catalog, config.tokenizer)
     pool = pool_of(tokenizer)
-    job = make_job(
+    job = make_parted_job(
         store,
         "shard",
         config=asdict(config) | {"tier_version": tier_version, "tokenizer": tokenizer.id},

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
-from manifests.jobs import Report, make_job, report_nothing
+from manifests.jobs import Report, make_parted_job, report_nothing
 from manifests.mds import decode_shard, object_path
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.store import Store
@@ -127,7 +127,7 @@ def retier(
     tier_version = find_tier_version(catalog, config.shards.tier_version)
     pool = pool_of(tokenizer)
     base = _base(catalog, config.base, tier_version, pool)
-    job = make_job(
+    job = make_parted_job(
         store,
         "shard",
         config=asdict(config.shards) | {"tier_version": tier_version, "base": base, "tokenizer": tokenizer.id},

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
-from manifests.jobs import Job, Report, canonical_json, make_job, report_nothing
+from manifests.jobs import Job, Report, canonical_json, make_parted_job, report_nothing
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.store import Store
 from manifests.tables import open_table
@@ -79,7 +79,7 @@ def score(
     models = [config.model_path, *config.checkpoint_paths, config.base_path]
     inputs = {"ingest": ingests, "tokenizer": tokenizer.id, "model_files": [_fingerprint(path) for path in models]}
     inputs |= rights_inputs(catalog.rights)
-    job = make_job(store, "score", config=config.identity() | {"tokenizer": tokenizer.id}, inputs=inputs)
+    job = make_parted_job(store, "score", config=config.identity() | {"tokenizer": tokenizer.id}, inputs=inputs)
     if (done := job.summary()) is not None:
         return done | {"already_done": True}
     started = time.monotonic()

@@ -17,7 +17,7 @@ import pyarrow as pa
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
-from manifests.jobs import Job, Report, canonical_json, make_job, report_nothing
+from manifests.jobs import Job, Report, canonical_json, make_parted_job, report_nothing
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.schemas import TABLES, TIERS
 from manifests.store import Store
@@ -86,7 +86,9 @@ def tier(store: Store, *, config: TierConfig, report: Report = report_nothing) -
     catalog = Catalog(store, rights=rights_of(store, "job:tier"))
     estimators = _estimators(catalog, config.score_jobs)
     inputs = {"scores": [[e.base, e.completion] for e in estimators]} | rights_inputs(catalog.rights)
-    job = make_job(store, "tier", config=asdict(config) | {"score_jobs": [e.named for e in estimators]}, inputs=inputs)
+    job = make_parted_job(
+        store, "tier", config=asdict(config) | {"score_jobs": [e.named for e in estimators]}, inputs=inputs
+    )
     done = job.summary()
     if done is not None:
         return done | {"already_done": True}

@@ -115,6 +115,39 @@ def test_attempt_that_died_before_its_commit_leaves_no_version(scored: Store, mo
     assert Catalog(scored).rows("SELECT count(*) AS n FROM tiers") == [{"n": 6}]
 
 
+def test_documents_forgotten_after_an_attempt_died_leave_the_others_once_each(
+    scored: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_module, "_PART_ROWS", 2)
+    append = Job.append
+
+    def append_until(job: Job, table: str, rows: Any, *, part: int) -> bool:
+        if part == 2:
+            raise KeyboardInterrupt
+        return append(job, table, rows, part=part)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Job, "append", append_until)
+        with pytest.raises(KeyboardInterrupt):
+            tier(scored, config=TierConfig())
+    first = min(_id(n) for n in range(6))
+    forget = make_job(scored, "forget", config={}, inputs={})
+    row = {
+        "doc_id": first,
+        "corpus": "c",
+        "license": "l",
+        "access": "a",
+        "predicate": "p",
+        "reason": "r",
+        "job": forget.id,
+    }
+    forget.append("tombstones", [row], part=1)
+    forget.commit({})
+    version = tier(scored, config=TierConfig())["tier_version"]
+    rows = Catalog(scored).rows("SELECT doc_id FROM tiers WHERE tier_version = ? ORDER BY doc_id", [version])
+    assert [row["doc_id"] for row in rows] == sorted(_id(n) for n in range(6) if _id(n) != first)
+
+
 def test_version_is_the_same_whatever_the_order_of_the_scores_and_the_size_of_parts(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
