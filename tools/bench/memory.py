@@ -5,7 +5,6 @@ Each command runs as a process of its own, on a store of its own size. The docum
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -13,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,9 +20,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from manifests.errors import Failure
+from tools.bench.frame import Benchmark, Figure, run_benchmark
 from tools.output import STDERR
 
 FACTORS = (1, 4, 16)
+_BASES, _QUICK_BASES = {"ingest": 10_000, "score": 2_000}, {"ingest": 200, "score": 100}
+"""Documents of the smallest corpus, by command."""
 _ROW_GROUP = 1000
 """As data sets of the hub have it; a row group is the least that a reader takes at once."""
 _MODEL = {
@@ -62,17 +65,37 @@ def write_corpus(path: Path, num_documents: int) -> None:
             writer.write_table(pa.table({"text": texts}, schema=schema))
 
 
-def measure(folder: Path, num_documents: int, *, with_score: bool) -> list[Measured]:
-    """Ingests a corpus of so many documents, and scores it where that is wanted."""
-    corpus, store = folder / f"{num_documents}.parquet", ("--store", str(folder / f"store-{num_documents}"))
-    write_corpus(corpus, num_documents)
-    runs = [_run(num_documents, "ingest", str(corpus), "--corpus", "short", *store)]
-    if with_score:
-        model = folder / "model.json"
+def measure(quick: bool) -> Mapping[str, Figure]:
+    """Peak memory of both commands at each size, and that of the largest corpus over that of the smallest."""
+    figures: dict[str, Figure] = {}
+    with tempfile.TemporaryDirectory(prefix="atoll-memory-") as folder:
+        model = Path(folder) / "model.json"
         model.write_text(json.dumps(_MODEL))
+        for command, base in (_QUICK_BASES if quick else _BASES).items():
+            runs = [_one_size(Path(folder), command, factor * base, model) for factor in FACTORS]
+            peaks = [run.peak_bytes for run in runs]
+            figures[f"{command}_growth"] = Figure(
+                values=[peaks[-1] / peaks[0]],
+                unit="ratio",
+                meaning=f"peak memory at {FACTORS[-1]} times the documents over that at once",
+            )
+            for run in runs:
+                figures[f"{command}_peak_mb, {run.documents:,} documents"] = Figure(
+                    values=[run.peak_bytes / 1e6], unit="MB", meaning=f"in {run.seconds:.0f} s"
+                )
+    return figures
+
+
+def _one_size(folder: Path, command: str, num_documents: int, model: Path) -> Measured:
+    """The command on a corpus of so many documents."""
+    corpus, store = folder / f"{num_documents}.parquet", ("--store", str(folder / f"store-{command}-{num_documents}"))
+    write_corpus(corpus, num_documents)
+    run = _run(num_documents, "ingest", str(corpus), "--corpus", "short", *store)
+    if command == "score":
         _run(num_documents, *_TOKENIZER, *store)
-        runs.append(_run(num_documents, *_SCORE, "--model", str(model), *store))
-    return runs
+        run = _run(num_documents, *_SCORE, "--model", str(model), *store)
+    STDERR.print(f"  {command}, {num_documents:,} documents: {run.peak_bytes / 1e6:,.0f} MB in {run.seconds:.0f} s")
+    return run
 
 
 def _run(num_documents: int, *command: str) -> Measured:
@@ -91,28 +114,14 @@ def _run(num_documents: int, *command: str) -> Measured:
     )
 
 
-def main() -> None:
-    """Runs the benchmark from the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tools.bench.memory", description=__doc__)
-    parser.add_argument("--base", type=int, default=5000, help="documents of the smallest corpus")
-    parser.add_argument("--only-ingest", action="store_true", help="leave out the score")
-    parser.add_argument("--json", action="store_true", help="print one JSON object of named figures as the last line")
-    options = parser.parse_args()
-    runs: list[Measured] = []
-    with tempfile.TemporaryDirectory(prefix="atoll-memory-") as folder:
-        for factor in FACTORS:
-            runs += measure(Path(folder), options.base * factor, with_score=not options.only_ingest)
-            STDERR.print(f"  {factor} × {options.base:,} documents measured")
-    if options.json:
-        named = {
-            f"{run.command}_{run.documents // options.base}x_peak_mb": round(run.peak_bytes / 1e6, 1) for run in runs
-        }
-        print(json.dumps(named))
-        return
-    print("| command | documents | peak memory, MB | seconds |\n| --- | --- | --- | --- |")
-    for run in sorted(runs, key=lambda run: (run.command, run.documents)):
-        print(f"| {run.command} | {run.documents:,} | {run.peak_bytes / 1e6:,.0f} | {run.seconds:.1f} |")
-
+BENCHMARK = Benchmark(
+    name="memory",
+    question="Does the memory of `atoll ingest` and `atoll score` stay flat as the corpus grows?",
+    measure=measure,
+    notes=(
+        "Documents of 30 made-up words; every command is a process of its own. The scoring model is tiny, so that what is held for each document would show.",
+    ),
+)
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(BENCHMARK)

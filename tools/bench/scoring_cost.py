@@ -53,8 +53,7 @@ class Case:
 
 FULL = (
     Case(hidden_size=96, layers=2, documents=128),
-    Case(hidden_size=96, layers=2, documents=512),
-    Case(hidden_size=96, layers=2, documents=2048),
+    Case(hidden_size=96, layers=2, documents=1024),
     Case(hidden_size=192, layers=4, documents=128),
     Case(hidden_size=384, layers=4, documents=128),
 )
