@@ -186,7 +186,7 @@ def test_reverse_scores_a_finished_model_and_weighs_the_holdout_by_its_change(co
     tuned = replace(CONFIG, estimator="reverse", checkpoint_paths=(str(tmp_path / "tuned"),), curvature_documents=20)
     plain = score(corpus, config=tuned)
     first = scores(corpus)
-    assert plain["method"] == "reverse/ekfac-dot"
+    assert plain["method"] == "reverse/ekfac-cosine"
     assert [c["train_loss"] for c in plain["checkpoints"]] == [None]
     changed = score(corpus, config=replace(tuned, base_path=str(tmp_path / "base")))
     both = scores(corpus)

@@ -27,7 +27,7 @@ def retier(
 ) -> None:
     """Write the views of a new tier version over the shards that are there; only those whose documents have parted are written anew.
 
-    Example: atoll tier --share 0.7 && atoll retier
+    Example: atoll retier --plan
     """
     from manifests.catalog import Catalog
     from pipeline.pool import ShardConfig
