@@ -22,8 +22,8 @@ def _threads() -> Iterator[None]:
 def test_overhead_is_reported_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     tiny = default_model(online.VOCABULARY) | {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
     monkeypatch.setattr(online, "MODELS", {"default": tiny, "other": tiny})
-    monkeypatch.setattr(online, "QUICK", online.Size(blocks=2, steps=1))
-    figures = online.measure(True)
+    monkeypatch.setattr(online, "FULL", online.Size(blocks=2, steps=1))
+    figures = online.measure(False)
     for name in ("online_overhead", "online_overhead_other"):
         assert len(figures[name].values) == 2
         assert figures[name].unit == "share"

@@ -89,6 +89,7 @@ class Size:
     """Trainings on each half, each with another order of the documents; their losses are averaged."""
     num_checkpoints: int
     """Of the training on all documents, for a trajectory."""
+    methods: Sequence[str] = tuple(METHODS)
     bergson_methods: Sequence[str] = BERGSON_METHODS
 
 
@@ -121,9 +122,9 @@ def run(laboratory: Laboratory, size: Size, *, seed: int, folder: Path) -> Resul
     )
     scores: dict[str, Floats] = {}
     speeds: dict[str, float] = {}
-    for name, method in METHODS.items():
+    for name in size.methods:
         began = time.perf_counter()
-        scores[name] = score(laboratory, model, checkpoints, method, seed=seed)
+        scores[name] = score(laboratory, model, checkpoints, METHODS[name], seed=seed)
         speeds[name] = len(documents) / (time.perf_counter() - began)
     theirs: dict[str, Floats] = {}
     their_speeds: dict[str, float] = {}

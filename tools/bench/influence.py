@@ -65,6 +65,8 @@ class Size:
     epochs: float
     """Tokens of a training on a choice of the documents, as a multiple of all documents' tokens."""
     counterfactual: counterfactual.Size
+    side_by_side: bool = True
+    """Whether trainings run in processes of their own."""
 
 
 FULL = Size(
@@ -82,8 +84,9 @@ FULL = Size(
 )
 QUICK = Size(
     seeds=(0,),
-    num_clean=40,
-    num_per_harm=6,
+    side_by_side=False,
+    num_clean=50,
+    num_per_harm=7,
     num_holdout=40,
     num_base=8,
     steps=6,
@@ -92,7 +95,12 @@ QUICK = Size(
     laboratory_holdout=16,
     epochs=0.5,
     counterfactual=counterfactual.Size(
-        num_halves=3, epochs=1, orders=1, num_checkpoints=2, bergson_methods=("dot", "ekfac:damping=0.1,reduction=mean")
+        num_halves=3,
+        epochs=1,
+        orders=1,
+        num_checkpoints=2,
+        methods=("trajectory, ekfac, dot, damping 0.01", "reverse, dot, damping 0.01"),
+        bergson_methods=("dot", "ekfac:damping=0.1,reduction=mean"),
     ),
 )
 
@@ -241,6 +249,7 @@ def _one_seed(size: Size, seed: int, folder: Path, found: _Found) -> None:
     distilled = distill(store, config=DistillConfig(score_job=sampled["job"], seed=seed))
     found.add(seed, {"distilled_rank_corr": float(distilled["rank_correlation"])})
     laboratory = _laboratory(tokenizer, list(texts.values()), holdout, DEFAULT_MODEL, config)
+    laboratory = replace(laboratory, side_by_side=size.side_by_side)
     losses = losses_by_choice(
         laboratory,
         by_method["trajectory"],
@@ -258,7 +267,9 @@ def _one_seed(size: Size, seed: int, folder: Path, found: _Found) -> None:
         _SMALL_MODEL,
         replace(config, seq_len=64, batch_size=8),
     )
-    small = replace(small, documents=[tokens[: small.seq_len] for tokens in small.documents])
+    small = replace(
+        small, side_by_side=size.side_by_side, documents=[tokens[: small.seq_len] for tokens in small.documents]
+    )
     result = counterfactual.run(small, size.counterfactual, seed=seed, folder=folder)
     found.results.append(result)
     for name, value in (dict(result.datamodeling) | dict(result.datamodeling_bergson)).items():

@@ -44,6 +44,8 @@ class Laboratory:
     seq_len: int
     learning_rate: float
     model_seed: int
+    side_by_side: bool = True
+    """Whether many trainings run in processes of their own, which take seconds to start."""
 
     @property
     def num_groups(self) -> int:
@@ -121,6 +123,8 @@ class Training:
 
 def train_all(laboratory: Laboratory, trainings: Sequence[Training]) -> list[Floats]:
     """losses_H after each training, in their order; as many at once as there are processors."""
+    if not laboratory.side_by_side:
+        return [_train_in(laboratory, training) for training in trainings]
     processes = min(len(os.sched_getaffinity(0)), len(trainings))
     with ProcessPoolExecutor(
         processes, mp_context=get_context("spawn"), initializer=_enter, initargs=(laboratory,)
@@ -141,9 +145,13 @@ def _enter(laboratory: Laboratory) -> None:
 
 def _train(training: Training) -> Floats:
     assert _laboratory is not None
-    model = _laboratory.build()
-    (checkpoint,) = _laboratory.train(model, training.chosen, num_tokens=training.num_tokens, seed=training.seed)
-    return _laboratory.losses(model, checkpoint.parameters)
+    return _train_in(_laboratory, training)
+
+
+def _train_in(laboratory: Laboratory, training: Training) -> Floats:
+    model = laboratory.build()
+    (checkpoint,) = laboratory.train(model, training.chosen, num_tokens=training.num_tokens, seed=training.seed)
+    return laboratory.losses(model, checkpoint.parameters)
 
 
 def random_halves(num_documents: int, *, num_halves: int, seed: int) -> npt.NDArray[np.bool_]:
