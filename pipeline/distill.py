@@ -152,8 +152,6 @@ class PartSpec:
 class _Part:
     """Documents that are predicted together."""
 
-    number: int
-    """From 1."""
     ids: Sequence[bytes]
     name: str
     """Which they are, for errors."""
@@ -221,17 +219,16 @@ def _predict(job: Job, spec: PartSpec, ids: pa.ChunkedArray[Any], size: int, eng
         for number in numbers:
             start = (number - 1) * size
             own = ids.slice(start, size).to_pylist()
-            yield _Part(number=number, ids=own, name=f"documents {start} to {start + len(own) - 1} of those to predict")
+            yield _Part(ids=own, name=f"documents {start} to {start + len(own) - 1} of those to predict")
 
     try:
-        report("predict", (numbers.start - 1) * size, len(ids))
+        report("predict", min((numbers.start - 1) * size, len(ids)), len(ids))
         results = engine.map(partial(predict_part, spec), missing(), name=lambda part: part.name)
         for number, rows in zip(numbers, results, strict=True):
             job.append("influence", rows, part=number)
             report("predict", min(number * size, len(ids)), len(ids))
     finally:
         _opened.cache_clear()
-    report("predict", len(ids), len(ids))
 
 
 def _fit(catalog: Catalog, direct: pa.Table, config: DistillConfig, report: Report) -> DistilledModel:

@@ -95,12 +95,9 @@ def plan_retier(store: Store, *, config: RetierConfig) -> Plan:
     Raises:
         UserError: no such tier version, no views to start from, or the version has views already.
     """
-    catalog = Catalog(store, rights=rights_of(store, "job:shard"))
-    tokenizer = load_tokenizer(store, catalog, config.shards.tokenizer)
-    tier_version = find_tier_version(catalog, config.shards.tier_version)
-    pool = pool_of(tokenizer)
-    require_no_views(catalog, tier_version, pool)
-    return _plan(catalog, tier_version, _base(catalog, config.base, tier_version, pool), pool)
+    ground = _Ground(store, config)
+    require_no_views(ground.catalog, ground.tier_version, ground.pool)
+    return _plan(ground)
 
 
 def retier(
@@ -122,15 +119,12 @@ def retier(
         UserError: no such tier version, no views to start from, or the version was sharded in another way.
         Failure: a shard is damaged, or a source of a new document has changed or gone.
     """
-    catalog = Catalog(store, rights=rights_of(store, "job:shard"))
-    tokenizer = load_tokenizer(store, catalog, config.shards.tokenizer)
-    tier_version = find_tier_version(catalog, config.shards.tier_version)
-    pool = pool_of(tokenizer)
-    base = _base(catalog, config.base, tier_version, pool)
+    ground = _Ground(store, config)
+    catalog, tier_version, base, pool = ground.catalog, ground.tier_version, ground.base, ground.pool
     job = make_parted_job(
         store,
         "shard",
-        config=asdict(config.shards) | {"tier_version": tier_version, "base": base, "tokenizer": tokenizer.id},
+        config=asdict(config.shards) | {"tier_version": tier_version, "base": base, "tokenizer": ground.tokenizer.id},
         inputs={
             "documents": [r["job"] for r in catalog.rows("SELECT job FROM jobs WHERE kind = 'ingest' ORDER BY job")],
             # An erasure writes a version's views anew.
@@ -141,20 +135,20 @@ def retier(
     if (done := job.summary()) is not None:
         return done | {"already_done": True}
     require_no_views(catalog, tier_version, pool)
-    plan = _plan(catalog, tier_version, base, pool)
+    plan = _plan(ground)
     if announce is not None:
         announce(plan.facts())
-    source = _Source(catalog, tokenizer, plan.broken)
+    source = _Source(catalog, ground.tokenizer, plan.broken)
     bands = list(_bands_to_write(catalog, plan)) if plan.broken or plan.new else []
+    if not bands and not plan.kept:
+        raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
     total, written = sum(len(band.scores) for band in bands), 0
     for part, band in enumerate(bands, start=1):
         if not job.has_part("shard_index", part):
-            write_band(job, tokenizer, pool, band, source.tokens(band), part=part, config=config.shards)
+            write_band(job, ground.tokenizer, pool, band, source.tokens(band), part=part, config=config.shards)
         written += len(band.scores)
         report("documents sharded", written, total)
     tiers = write_views(job, tier_version, pool, plan.kept)
-    if not tiers or not any(tier["shards"] for tier in tiers.values()):
-        raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
     sums = "SELECT count(*) AS shards, coalesce(sum(zip_bytes), 0)::BIGINT AS bytes FROM raw.shard_index WHERE job = ?"
     (own,) = Catalog(store, tables=["shard_index"]).rows(sums, [job.id])
     facts = plan.facts()
@@ -167,6 +161,17 @@ def retier(
     return summary
 
 
+class _Ground:
+    """What is re-tiered, and over which shards."""
+
+    def __init__(self, store: Store, config: RetierConfig) -> None:
+        self.catalog = Catalog(store, rights=rights_of(store, "job:shard"))
+        self.tokenizer = load_tokenizer(store, self.catalog, config.shards.tokenizer)
+        self.tier_version = find_tier_version(self.catalog, config.shards.tier_version)
+        self.pool = pool_of(self.tokenizer)
+        self.base = _base(self.catalog, config.base, self.tier_version, self.pool)
+
+
 def _base(catalog: Catalog, wanted: int | None, tier_version: int, pool: str) -> int:
     sql = "SELECT DISTINCT tier_version AS v FROM views WHERE pool = ? AND tier_version <> ? ORDER BY v"
     versions = [row["v"] for row in catalog.rows(sql, [pool, tier_version])]
@@ -175,6 +180,8 @@ def _base(catalog: Catalog, wanted: int | None, tier_version: int, pool: str) ->
         return int(earlier[-1])
     if wanted is not None and wanted in versions:
         return wanted
+    if wanted is None:
+        require_no_views(catalog, tier_version, pool)
     told = f"; there are {', '.join(map(str, versions))}" if versions else ""
     which = "no earlier tier version" if wanted is None else f"tier version {wanted}"
     raise UserError(
@@ -182,7 +189,8 @@ def _base(catalog: Catalog, wanted: int | None, tier_version: int, pool: str) ->
     )
 
 
-def _plan(catalog: Catalog, tier_version: int, base: int, pool: str) -> Plan:
+def _plan(ground: _Ground) -> Plan:
+    catalog, tier_version, base, pool = ground.catalog, ground.tier_version, ground.base, ground.pool
     rows = catalog.ask("retier_shards", base=base, version=tier_version, pool=pool).to_pylist()
     by_shard: dict[str, list[dict[str, Any]]] = defaultdict(list)
     moved: dict[str, int] = defaultdict(int)
@@ -264,13 +272,15 @@ class _Source:
     def _from_shards(self, doc_ids: pa.ChunkedArray[pa.BinaryScalar]) -> dict[bytes, npt.NDArray[Any]]:
         if not self._entries:
             return {}
-        wanted = set(doc_ids.to_pylist())
-        sql = "SELECT DISTINCT shard, position, doc_id FROM shards WHERE shard IN (SELECT unnest(?::VARCHAR[])) ORDER BY shard, position"
+        sql = """
+            SELECT DISTINCT shard, position, doc_id FROM shards
+            WHERE shard IN (SELECT unnest(?::VARCHAR[])) AND doc_id IN (SELECT unnest(?::BLOB[]))
+            ORDER BY shard, position
+        """
         tokens: dict[bytes, npt.NDArray[Any]] = {}
         places: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
-        for row in self._catalog.rows(sql, [list(self._entries)]):
-            if row["doc_id"] in wanted:
-                places[row["shard"]].append((row["position"], row["doc_id"]))
+        for row in self._catalog.rows(sql, [list(self._entries), doc_ids.to_pylist()]):
+            places[row["shard"]].append((row["position"], row["doc_id"]))
         for shard, documents in places.items():
             data = self._catalog.store.get(object_path(shard))
             decoded = decode_shard(data, self._entries[shard], token_dtype=self._tokenizer.token_dtype)

@@ -298,8 +298,7 @@ class _Scoring:
             curvature = fit_curvature(
                 self._model, checkpoint.parameters, self._layers, self._batches(documents, k), rank=config.projection, seed=config.seed
             )  # fmt: skip
-            weight = 1.0 if config.estimator == "reverse" else checkpoint.learning_rate
-            return curved_direction(weight, gradients, curvature, damping=config.damping), facts
+            return curved_direction(checkpoint.learning_rate, gradients, curvature, damping=config.damping), facts
         return trajectory_direction(
             self._model,
             gradients,

@@ -14,7 +14,7 @@ import xxhash
 
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
-from manifests.errors import Failure, ObjectMissing, UserError
+from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Report, report_nothing
 from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path
 from manifests.store import Store
@@ -24,6 +24,8 @@ from pipeline.views import Member, members_of
 
 _BATCH_DOCUMENTS = 10_000
 """Documents whose tokens are held against their texts together: as many texts are read from a source in one go."""
+_BATCH_SHARDS = 32
+"""Shards whose rows are asked for together: each asking goes through the whole table."""
 _MEND = "delete the object, then run `atoll shard` of a new tier version"
 
 
@@ -76,10 +78,10 @@ def verify(
         raise UserError(
             f"tier version {version} has no views in pool {pool}; `atoll shard` or `atoll retier` writes them"
         )
-    verifier = _Verifier(catalog, loaded, version, share=_share(members, sample))
-    for number, member in enumerate(members, start=1):
-        verifier.look_at(member)
-        report("shards verified", number, len(members))
+    verifier = _Verifier(catalog, loaded, share=_share(members, sample))
+    for start in range(0, len(members), _BATCH_SHARDS):
+        verifier.look_at(members[start : start + _BATCH_SHARDS])
+        report("shards verified", min(start + _BATCH_SHARDS, len(members)), len(members))
     verifier.compare_texts()
     verifier.findings += _misplaced(catalog, version, pool)
     return Verified(
@@ -96,14 +98,22 @@ def _share(members: Sequence[Member], sample: int | None) -> float:
 
 
 class _Verifier:
-    def __init__(self, catalog: Catalog, tokenizer: LoadedTokenizer, version: int, *, share: float) -> None:
-        self._catalog, self._tokenizer, self._version, self._share = catalog, tokenizer, version, share
+    def __init__(self, catalog: Catalog, tokenizer: LoadedTokenizer, *, share: float) -> None:
+        self._catalog, self._tokenizer, self._share = catalog, tokenizer, share
         self._waiting: dict[bytes, tuple[str, int, npt.NDArray[Any]]] = {}
         self.documents = self.compared = 0
         self.findings: list[Finding] = []
 
-    def look_at(self, member: Member) -> None:
-        """The shard's bytes, and its documents against the tables."""
+    def look_at(self, members: Sequence[Member]) -> None:
+        """The shards' bytes, and their documents against the tables."""
+        sql = "SELECT DISTINCT shard, position, doc_id, tokens FROM shards WHERE shard IN (SELECT unnest(?::VARCHAR[])) ORDER BY shard, position"
+        said: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in self._catalog.rows(sql, [[member.shard for member in members]]):
+            said[row["shard"]].append(row)
+        for member in members:
+            self._look_at_shard(member, said[member.shard])
+
+    def _look_at_shard(self, member: Member, said: Sequence[dict[str, Any]]) -> None:
         try:
             data = self._catalog.store.get(object_path(member.shard))
             decoded = decode_shard(data, member.entry, token_dtype=self._tokenizer.token_dtype)
@@ -113,8 +123,6 @@ class _Verifier:
         except CorruptShard as e:
             self._find(member, None, f"{e}; {_MEND}")
             return
-        sql = "SELECT DISTINCT position, doc_id, tokens FROM shards WHERE shard = ? ORDER BY position"
-        said = self._catalog.rows(sql, [member.shard])
         if len(said) != decoded.num_documents:
             self._find(member, None, f"it holds {decoded.num_documents} documents, the table shards says {len(said)}")
             return
@@ -168,9 +176,3 @@ def _misplaced(catalog: Catalog, version: int, pool: str) -> Iterator[Finding]:
             position=first["position"],
             finding=f"{len(documents):,} documents {reason}, such as {first['doc_id'].hex()}",
         )
-
-
-def require_whole(verified: Verified, uri: str) -> None:
-    """Raises a Failure where anything was found."""
-    if verified.findings:
-        raise Failure(f"findings in the shards of {uri}: {len(verified.findings):,}; the first of each names its mend")

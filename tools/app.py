@@ -11,7 +11,7 @@ import typer
 import typer.core
 
 from manifests.errors import UserError
-from tools.output import STDERR, Format, parse_format
+from tools.output import STDERR, Format, parse_format, print_answer
 
 if TYPE_CHECKING:
     from manifests.catalog import Catalog
@@ -116,6 +116,14 @@ def print_summary(summary: dict[str, Any]) -> None:
         if name != "already_done":
             shown = json.dumps(value) if isinstance(value, dict | list) else value
             STDERR.print(f"  {name}: {shown}", markup=False)
+
+
+def print_views(store: Store, summary: dict[str, Any], format_: Format) -> None:
+    """The views that a job has written, the largest tier first."""
+    from manifests.catalog import Catalog
+
+    views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
+    print_answer(Catalog(store).query(views, [summary["tier_version"], summary["pool"]]), format_)
 
 
 def say_done_before(summary: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 import typer.exceptions
 
-from manifests.errors import AtollError, UserError
+from manifests.errors import AtollError, Failure, UserError
 from tools.app import (
     ASK,
     DATA,
@@ -32,6 +32,7 @@ from tools.app import (
     model_of,
     opened,
     print_summary,
+    print_views,
     say_done_before,
 )
 from tools.commands import ask, distill, keep, policy, retier, score, steer, tier
@@ -175,7 +176,6 @@ def shard(
 
     Example: atoll shard && atoll shard --verify --sample 1000
     """
-    from manifests.catalog import Catalog
     from pipeline.pool import ShardConfig
     from pipeline.pool import shard as run_shard
     from tools.progress import progress_report
@@ -190,14 +190,12 @@ def shard(
     with progress_report() as report:
         summary = run_shard(its_store, config=config, report=report)
     print_summary({k: v for k, v in summary.items() if k != "tiers"})
-    views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
-    print_answer(Catalog(its_store).query(views, [summary["tier_version"], summary["pool"]]), format_)
+    print_views(its_store, summary, format_)
 
 
 def _verify(store: Store, tier_version: int | None, tokenizer: str | None, sample: int | None, format_: Format) -> None:
     import pyarrow as pa
 
-    from pipeline.verify import require_whole
     from pipeline.verify import verify as run_verify
     from tools.progress import progress_report
 
@@ -205,7 +203,9 @@ def _verify(store: Store, tier_version: int | None, tokenizer: str | None, sampl
         verified = run_verify(store, tier_version=tier_version, tokenizer=tokenizer, sample=sample, report=report)
     if verified.findings:
         print_answer(pa.Table.from_pylist([asdict(finding) for finding in verified.findings]), format_)
-    require_whole(verified, store.uri)
+        raise Failure(
+            f"findings in the shards of {store.uri}: {len(verified.findings):,}; the first of each names its mend"
+        )
     STDERR.print(
         f"tier version {verified.tier_version}: {verified.shards:,} shards, {verified.documents:,} documents, the tokens of {verified.compared:,} "
         "held against their texts: nothing is wrong"

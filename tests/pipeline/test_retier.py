@@ -184,6 +184,8 @@ def test_what_cannot_be_retiered_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no earlier tier version has views"):
         retier(store, config=CONFIG)
     shard(store, config=SHARDS)
+    with pytest.raises(UserError, match="tier version 1 has been sharded"):
+        retier(store, config=CONFIG)
     add_version(store, tiers_of(store, 1))
     with pytest.raises(UserError, match=r"tier version 7 has no views in pool .*; there are 1"):
         retier(store, config=RetierConfig(shards=SHARDS, base=7))

@@ -5,19 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.pipeline.test_score import MODEL
 from tools.bench.counterfactual import METHODS, score
 from tools.bench.retraining import Laboratory, datamodeling_score, random_halves
 from tools.bench.selection import half_of
-
-MODEL = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="module")

@@ -188,8 +188,7 @@ def _direction(
         curvature = fit_curvature(
             model, checkpoint.parameters, layers, list(_batches(laboratory.documents)), rank=None, seed=seed
         )
-        weight = 1.0 if method.estimator == "reverse" else checkpoint.learning_rate
-        return curved_direction(weight, gradients, curvature, damping=method.damping)
+        return curved_direction(checkpoint.learning_rate, gradients, curvature, damping=method.damping)
     return trajectory_direction(
         model,
         gradients,

@@ -6,8 +6,18 @@ from typing import Annotated, Any
 
 import typer
 
-from tools.app import DATA, DEFAULT_STORE, FormatOption, StoreOption, TokenizerOption, app, opened, print_summary
-from tools.output import STDERR, Format, print_answer
+from tools.app import (
+    DATA,
+    DEFAULT_STORE,
+    FormatOption,
+    StoreOption,
+    TokenizerOption,
+    app,
+    opened,
+    print_summary,
+    print_views,
+)
+from tools.output import STDERR, Format
 
 
 @app.command(rich_help_panel=DATA)
@@ -29,7 +39,6 @@ def retier(
 
     Example: atoll retier --plan
     """
-    from manifests.catalog import Catalog
     from pipeline.pool import ShardConfig
     from pipeline.retier import RetierConfig, plan_retier
     from pipeline.retier import retier as run_retier
@@ -45,8 +54,7 @@ def retier(
     with progress_report() as report:
         summary = run_retier(its_store, config=config, announce=_print_plan, report=report)
     print_summary({name: value for name, value in summary.items() if name != "tiers"})
-    views = "SELECT tier, shards, documents, tokens FROM views WHERE tier_version = ? AND pool = ? ORDER BY tokens DESC"
-    print_answer(Catalog(its_store).query(views, [summary["tier_version"], summary["pool"]]), format_)
+    print_views(its_store, summary, format_)
 
 
 def _print_plan(facts: dict[str, Any]) -> None:
