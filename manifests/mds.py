@@ -73,11 +73,15 @@ class EncodedShard:
 class DecodedShard:
     """The documents of one shard, in memory, at positions from 0. `decode_shard` checks and makes it."""
 
-    __slots__ = ("_dtype", "_raw", "_starts", "_stops", "name")
+    __slots__ = ("_dtype", "_raw", "_starts", "_stops", "name", "raw")
+    ID_BYTES = DOC_ID_BYTES
+    """A document's id lies in so many bytes right before its tokens."""
 
     def __init__(self, name: str, raw: NDArray[np.uint8], offsets: NDArray[np.int64], dtype: _DType) -> None:
         """Takes the raw shard and its table of offsets."""
         self.name = name
+        self.raw = raw.data
+        """The raw shard, for slices at `byte_ranges`."""
         self._raw = raw
         self._dtype = dtype
         self._starts = offsets[:-1] + _SAMPLE_HEAD_BYTES  # of the tokens, in bytes
@@ -96,6 +100,10 @@ class DecodedShard:
     def tokens(self, position: int) -> NDArray[Any]:
         """The document's tokens: a read-only view, which keeps the whole shard in memory while it lives."""
         return self._raw[self._starts[position] : self._stops[position]].view(self._dtype)
+
+    def byte_ranges(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Where the tokens of the documents at these positions begin and end in `raw`."""
+        return self._starts[positions], self._stops[positions]
 
     def num_tokens(self, position: int) -> int:
         """How many tokens the document has."""

@@ -335,7 +335,26 @@ _SPECS = [
             _field("parameters", _TEXT, "what it was asked with, JSON"),
             _field("inputs", _TEXT, "versions of the tables that it read, JSON"),
             _AT,
+            _field(
+                "weights",
+                _TEXT,
+                "share of the sequences by group, JSON; the tiers' are in the columns, too, which hold NaN where the groups are others",
+                null=True,
+            ),
         ],
+        version=2,
+    ),
+    _spec(
+        "flags",
+        "one edition of a document's flag; the newest one counts",
+        [
+            _DOC,
+            _field("flagged", pa.bool_(), "whether islands pass the document over from their next round on"),
+            _field("predicate", _TEXT, "SQL condition that it was chosen by"),
+            _field("reason", _TEXT, "why"),
+            _AT,
+        ],
+        newest_by=("doc_id",),
     ),
     _spec(
         "strategies",

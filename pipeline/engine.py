@@ -1,6 +1,6 @@
 """Engines: where the parts of a batch job are worked on, here one after another or on a Ray cluster; the results are the same.
 
-What is done with a part is the job's business (ingest.py, score.py); here is only how parts are handed out, and what becomes of errors.
+What is done with a part is the job's business (ingest.py, score.py, bands.py); here is only how parts are handed out, and what becomes of errors.
 """
 
 from __future__ import annotations
@@ -63,8 +63,10 @@ def open_engine(ray: str | None = None, *, workers: int | None = None, gpu: bool
         gpu: whether each item on Ray has a GPU of its own. Ray hides all GPUs from work that asks for none.
 
     Raises:
-        UserError: Ray isn't installed, no cluster answers, or it has no GPU.
+        UserError: Ray isn't installed, no cluster answers, it has no GPU, or the number of workers makes no sense.
     """
+    if workers is not None and (ray is None or workers < 1):
+        raise UserError("--workers goes with --ray" if ray is None else f"--workers {workers}: give at least one")
     engine = RayEngine(ray, workers, gpu=gpu) if ray is not None else InProcess()
     try:
         yield engine

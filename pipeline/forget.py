@@ -20,7 +20,7 @@ from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
 from manifests.mds import decode_shard, encode_shard, index_json, object_path, read_index
 from manifests.store import Store
-from pipeline.pool import put_shard
+from pipeline.bands import put_shard
 
 _PART_SHARDS = 32
 

@@ -7,34 +7,24 @@ their score: so a threshold that moves re-assigns whole shards, and so does a qu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
-from manifests.errors import Failure, UserError
+from manifests.errors import UserError
 from manifests.jobs import Job, Report, make_parted_job, report_nothing
-from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, index_json, object_path
-from manifests.policy import rights_inputs, that_may_be_read
+from manifests.mds import index_json
+from manifests.policy import Rights, rights_inputs, that_may_be_read
 from manifests.schemas import TIERS
 from manifests.store import Store
-from pipeline.texts import read_texts
+from pipeline.bands import HOLDOUT, KIND, Task, cut_parts, write_parts
+from pipeline.engine import Engine, InProcess
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-HOLDOUT = "holdout"
-KIND = ("corpus", "origin", "generator", "prompt", "license", "access")
-_BAND_DOCUMENTS = 50_000
-_BATCH_DOCUMENTS = 1_000
-_SHARD_OVERHEAD = 28
-"""Bytes that a document takes in a shard beside its tokens: an offset, two sizes, its id."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,19 +44,13 @@ class ShardConfig:
             raise UserError(f"shard size {self.shard_bytes}: it must lie between 1 KiB and 4 GiB")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
-    """Documents that are sharded together: one tier, one kind, neighbours in score."""
-
-    tier: str
-    kind: dict[str, Any]
-    """What all of them share, by column of KIND."""
-    doc_ids: pa.ChunkedArray[pa.BinaryScalar]
-    scores: list[float | None]
-
-
-def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing) -> dict[str, Any]:
+def shard(
+    store: Store, *, config: ShardConfig, engine: Engine | None = None, report: Report = report_nothing
+) -> dict[str, Any]:
     """Tokenises the documents of a tier version and its holdout, writes the shards that are missing, and commits a view for each tier.
+
+    Args:
+        engine: where parts of the documents are worked on; None: in this process. The shards are the same.
 
     Returns:
         The summary: tier_version, pool, shards, bytes, and tiers with documents and tokens; `already_done` where it was.
@@ -92,17 +76,18 @@ def shard(store: Store, *, config: ShardConfig, report: Report = report_nothing)
     if done is not None:
         return done | {"already_done": True}
     require_no_views(catalog, tier_version, pool)
-    bands = list(cut_bands(catalog, tier_version))
-    if not bands:
+    columns = ", ".join(KIND)
+    documents = f"""
+        SELECT doc_id, t.tier, t.score, {columns}, NULL::INTEGER AS shard, NULL::INTEGER AS position
+        FROM tiers AS t JOIN documents USING (doc_id) WHERE tier_version = $version
+        UNION ALL
+        SELECT doc_id, '{HOLDOUT}', NULL, {columns}, NULL, NULL FROM documents WHERE split = '{HOLDOUT}'
+    """
+    parts = cut_parts(catalog, documents, {"version": tier_version})
+    if not parts:
         raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
-    total = sum(len(band.scores) for band in bands)
-    sharded = 0
-    for part, band in enumerate(bands, start=1):
-        if not job.has_part("shard_index", part):
-            write_band(job, tokenizer, pool, band, tokenise(catalog, tokenizer, band.doc_ids), part=part, config=config)
-        sharded += len(band.scores)
-        report("documents sharded", sharded, total)
-    tiers = write_views(job, tier_version, pool)
+    written = write_parts(job, task_of(job, tokenizer, config, catalog.rights), parts, engine or InProcess(), report)
+    tiers = write_views(job, tier_version, pool, written)
     if not catalog.rows("SELECT 1 FROM pools WHERE pool = ?", [pool]):
         row = {
             "pool": pool,
@@ -151,158 +136,33 @@ def require_no_views(catalog: Catalog, tier_version: int, pool: str) -> None:
         )
 
 
-def cut_bands(
-    catalog: Catalog, tier_version: int, *, only: str = "true", parameters: Sequence[Any] = ()
-) -> Iterator[Band]:
-    """The tier version's documents and the holdout's, highest score first, cut into pieces that memory holds at ease.
-
-    Args:
-        only: SQL condition over `doc_id`, with its parameters.
-    """
-    columns = ", ".join(KIND)
-    numbered = f"""
-        SELECT *, dense_rank() OVER (ORDER BY array_position(['{"', '".join((*TIERS, HOLDOUT))}'], tier), {columns}) AS number
-        FROM (
-            SELECT t.tier, doc_id, t.score, {columns} FROM tiers AS t JOIN documents USING (doc_id) WHERE tier_version = {tier_version}
-            UNION ALL SELECT '{HOLDOUT}', doc_id, NULL, {columns} FROM documents WHERE split = '{HOLDOUT}'
-        )
-        WHERE {only}
-    """
-    rows = catalog.query(
-        f"SELECT doc_id, score, number FROM ({numbered}) ORDER BY number, score DESC, doc_id", list(parameters)
+def task_of(job: Job, tokenizer: LoadedTokenizer, config: ShardConfig, rights: Rights | None) -> Task:
+    """What workers must know of a job."""
+    return Task(
+        store=job.store.uri,
+        job=job.id,
+        pool=pool_of(tokenizer),
+        tokenizer=tokenizer.id,
+        token_dtype=tokenizer.token_dtype.str,
+        rights=rights,
+        shard_bytes=config.shard_bytes,
+        zstd_level=config.zstd_level,
     )
-    start = 0
-    counted = f"SELECT tier, {columns}, count(*) AS count FROM ({numbered}) GROUP BY ALL ORDER BY any_value(number)"
-    for kind in catalog.rows(counted, list(parameters)):
-        tier, count = kind.pop("tier"), kind.pop("count")
-        for first in range(start, start + count, _BAND_DOCUMENTS):
-            piece = rows.slice(first, min(_BAND_DOCUMENTS, start + count - first))
-            yield Band(tier=tier, kind=kind, doc_ids=piece["doc_id"], scores=piece["score"].to_pylist())
-        start += count
-
-
-def write_band(
-    job: Job,
-    tokenizer: LoadedTokenizer,
-    pool: str,
-    band: Band,
-    tokens: Mapping[bytes, npt.NDArray[Any]],
-    *,
-    part: int,
-    config: ShardConfig,
-) -> None:
-    """Writes a band's shards and appends their rows."""
-    doc_ids: list[bytes] = band.doc_ids.to_pylist()
-    scores = dict(zip(doc_ids, band.scores, strict=True))
-    places: list[dict[str, Any]] = []
-    index: list[dict[str, Any]] = []
-    for ids in _fill_shards(doc_ids, tokens, config.shard_bytes):
-        encoded = encode_shard(ids, [tokens[i] for i in ids], level=config.zstd_level)
-        entry, zip_bytes = put_shard(job.store, encoded, tokenizer.token_dtype)
-        counts = [len(tokens[i]) for i in ids]
-        known = [score for i in ids if (score := scores[i]) is not None]
-        common = {"pool": pool, "shard": encoded.name, "job": job.id}
-        places += [
-            common | {"position": position, "doc_id": doc_id, "tokens": count}
-            for position, (doc_id, count) in enumerate(zip(ids, counts, strict=True))
-        ]
-        index.append(
-            common
-            | band.kind
-            | {
-                "entry": json.dumps(entry, sort_keys=True),
-                "documents": len(ids),
-                "tokens": sum(counts),
-                "raw_bytes": encoded.raw_bytes,
-                "zip_bytes": zip_bytes,
-                "score_low": min(known, default=0.0),
-                "score_high": max(known, default=0.0),
-                "tier": band.tier,
-            }
-        )
-    job.append("shards", places, part=part)
-    job.append("shard_index", index, part=part)
-
-
-def put_shard(store: Store, encoded: EncodedShard, token_dtype: np.dtype[Any]) -> tuple[dict[str, Any], int]:
-    """Writes a shard, or takes the one that lies there.
-
-    Returns:
-        The index entry and the compressed size. The name stands for the raw bytes; another libzstd or level may have compressed them otherwise,
-        so the entry of a shard that lies there already is made from what lies there.
-    """
-    path = object_path(encoded.name)
-    entry: dict[str, Any] = dict(encoded.entry)
-    if store.put_content(path, encoded.data):
-        return entry, len(encoded.data)
-    existing = store.get(path)
-    if existing != encoded.data:
-        hashes = {"xxh3_64": xxhash.xxh3_64_hexdigest(existing)}
-        entry["zip_data"] = dict(entry["zip_data"]) | {"bytes": len(existing), "hashes": hashes}
-        try:
-            decode_shard(existing, entry, token_dtype=token_dtype)
-        except CorruptShard as e:
-            raise Failure(f"{store.uri}/{path} is damaged: {e}; delete the object, then run `atoll shard` again") from e
-    return entry, len(existing)
-
-
-def tokenise(
-    catalog: Catalog, tokenizer: LoadedTokenizer, doc_ids: pa.Array[Any] | pa.ChunkedArray[Any]
-) -> dict[bytes, npt.NDArray[Any]]:
-    """Tokens of documents, the end-of-document token included."""
-    tokens: dict[bytes, npt.NDArray[Any]] = {}
-    batch: list[tuple[bytes, str]] = []
-
-    def encode() -> None:
-        ids, texts = [i for i, _ in batch], [text for _, text in batch]
-        tokens.update(zip(ids, tokenizer.encode_batch(texts), strict=True))
-        batch.clear()
-
-    for doc_id, text in read_texts(catalog, doc_ids=doc_ids):
-        batch.append((doc_id, text))
-        if len(batch) == _BATCH_DOCUMENTS:
-            encode()
-    if batch:
-        encode()
-    return tokens
-
-
-def _fill_shards(
-    doc_ids: Sequence[bytes], tokens: Mapping[bytes, npt.NDArray[Any]], shard_bytes: int
-) -> Iterator[list[bytes]]:
-    shard: list[bytes] = []
-    size = 0
-    for doc_id in doc_ids:
-        added = tokens[doc_id].nbytes + _SHARD_OVERHEAD
-        if shard and size + added > shard_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(doc_id)
-        size += added
-    if shard:
-        yield shard
 
 
 def write_views(
-    job: Job, tier_version: int, pool: str, kept: Sequence[Mapping[str, Any]] = ()
+    job: Job, tier_version: int, pool: str, members: Iterable[Mapping[str, Any]]
 ) -> dict[str, dict[str, int]]:
     """Writes each tier's index.json and its row; a tier without documents gets none.
 
     Args:
-        kept: shards that the views have beside the job's own, with the columns that are asked for here.
+        members: the shards of all views, with tier, shard, entry, documents, tokens, zip_bytes and score_high.
     """
-    written: list[Mapping[str, Any]] = list(
-        Catalog(job.store).rows(
-            "SELECT tier, shard, entry, documents, tokens, zip_bytes, score_high FROM raw.shard_index WHERE job = ?",
-            [job.id],
-        )
-    )
-    written += kept
-    written.sort(key=lambda row: (-row["score_high"], row["shard"]))
+    ordered = sorted(members, key=lambda member: (-member["score_high"], member["shard"]))
     tiers: dict[str, dict[str, int]] = {}
     rows, shard_rows = [], []
     for tier in (*TIERS, HOLDOUT):
-        shards = [row for row in written if row["tier"] == tier]
+        shards = [row for row in ordered if row["tier"] == tier]
         sums = {name: sum(row[name] for row in shards) for name in ("documents", "tokens", "zip_bytes")}
         tiers[tier] = {"shards": len(shards)} | sums
         if not shards:

@@ -11,35 +11,29 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any
 
 from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import UserError
 from manifests.jobs import Report, make_parted_job, report_nothing
-from manifests.mds import decode_shard, object_path
 from manifests.policy import rights_inputs, that_may_be_read
 from manifests.store import Store
+from pipeline.bands import HOLDOUT, KIND, Part, cut_parts, write_parts
+from pipeline.engine import Engine, InProcess
 from pipeline.pool import (
-    HOLDOUT,
-    Band,
     ShardConfig,
-    cut_bands,
     find_tier_version,
     pool_of,
     require_no_views,
-    tokenise,
-    write_band,
+    task_of,
     write_views,
 )
-from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
+from pipeline.tokenizer import load_tokenizer
 from pipeline.views import Member, members_of
 
-if TYPE_CHECKING:
-    import pyarrow as pa
+_TABLES = ("documents", "shard_index", "shards", "tier_versions", "tiers", "tokenizers", "view_shards", "views")
+"""All that is asked here: a move of a threshold takes no longer than opening the others would."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,12 +98,14 @@ def retier(
     store: Store,
     *,
     config: RetierConfig,
+    engine: Engine | None = None,
     announce: Callable[[dict[str, Any]], None] | None = None,
     report: Report = report_nothing,
 ) -> dict[str, Any]:
     """Writes the shards that the new tier version needs beside the base's, and commits a view for each tier.
 
     Args:
+        engine: where parts of the documents are worked on; None: in this process. The shards are the same.
         announce: called with the plan's facts before anything is written.
 
     Returns:
@@ -128,7 +124,7 @@ def retier(
         inputs={
             "documents": [r["job"] for r in catalog.rows("SELECT job FROM jobs WHERE kind = 'ingest' ORDER BY job")],
             # An erasure writes a version's views anew.
-            "views": [r["job"] for r in catalog.rows("SELECT DISTINCT job FROM views WHERE tier_version = ? AND pool = ? ORDER BY job", [base, pool])],
+            "views": ground.base_jobs,
             **rights_inputs(catalog.rights),
         },
     )  # fmt: skip
@@ -138,23 +134,16 @@ def retier(
     plan = _plan(ground)
     if announce is not None:
         announce(plan.facts())
-    source = _Source(catalog, ground.tokenizer, plan.broken)
-    bands = list(_bands_to_write(catalog, plan)) if plan.broken or plan.new else []
-    if not bands and not plan.kept:
+    parts = _parts_to_write(catalog, plan) if plan.broken or plan.new else []
+    if not parts and not plan.kept:
         raise UserError(f"tier version {tier_version} has no documents to shard{that_may_be_read(catalog.rights)}")
-    total, written = sum(len(band.scores) for band in bands), 0
-    for part, band in enumerate(bands, start=1):
-        if not job.has_part("shard_index", part):
-            write_band(job, ground.tokenizer, pool, band, source.tokens(band), part=part, config=config.shards)
-        written += len(band.scores)
-        report("documents sharded", written, total)
-    tiers = write_views(job, tier_version, pool, plan.kept)
-    sums = "SELECT count(*) AS shards, coalesce(sum(zip_bytes), 0)::BIGINT AS bytes FROM raw.shard_index WHERE job = ?"
-    (own,) = Catalog(store, tables=["shard_index"]).rows(sums, [job.id])
+    task = task_of(job, ground.tokenizer, config.shards, catalog.rights)
+    written = write_parts(job, task, parts, engine or InProcess(), report)
+    tiers = write_views(job, tier_version, pool, [*written, *plan.kept])
     facts = plan.facts()
     summary = facts | {
-        "shards": facts["shards"] | {"written": own["shards"]},
-        "zip_bytes": facts["zip_bytes"] | {"written": own["bytes"]},
+        "shards": facts["shards"] | {"written": len(written)},
+        "zip_bytes": facts["zip_bytes"] | {"written": sum(member["zip_bytes"] for member in written)},
         "tiers": tiers,
     }
     job.commit(summary)
@@ -165,19 +154,22 @@ class _Ground:
     """What is re-tiered, and over which shards."""
 
     def __init__(self, store: Store, config: RetierConfig) -> None:
-        self.catalog = Catalog(store, rights=rights_of(store, "job:shard"))
+        self.catalog = Catalog(store, tables=_TABLES, rights=rights_of(store, "job:shard"))
         self.tokenizer = load_tokenizer(store, self.catalog, config.shards.tokenizer)
         self.tier_version = find_tier_version(self.catalog, config.shards.tier_version)
         self.pool = pool_of(self.tokenizer)
-        self.base = _base(self.catalog, config.base, self.tier_version, self.pool)
+        sql = "SELECT DISTINCT tier_version, job FROM views WHERE pool = ? ORDER BY ALL"
+        views = self.catalog.rows(sql, [self.pool])
+        versions = sorted({view["tier_version"] for view in views} - {self.tier_version})
+        self.base = _base(self.catalog, config.base, versions, self.tier_version, self.pool)
+        self.base_jobs = [view["job"] for view in views if view["tier_version"] == self.base]
+        """That wrote the base's views."""
 
 
-def _base(catalog: Catalog, wanted: int | None, tier_version: int, pool: str) -> int:
-    sql = "SELECT DISTINCT tier_version AS v FROM views WHERE pool = ? AND tier_version <> ? ORDER BY v"
-    versions = [row["v"] for row in catalog.rows(sql, [pool, tier_version])]
+def _base(catalog: Catalog, wanted: int | None, versions: Sequence[int], tier_version: int, pool: str) -> int:
     earlier = [version for version in versions if version < tier_version]
     if wanted is None and earlier:
-        return int(earlier[-1])
+        return earlier[-1]
     if wanted is not None and wanted in versions:
         return wanted
     if wanted is None:
@@ -194,8 +186,11 @@ def _plan(ground: _Ground) -> Plan:
     rows = catalog.ask("retier_shards", base=base, version=tier_version, pool=pool).to_pylist()
     by_shard: dict[str, list[dict[str, Any]]] = defaultdict(list)
     moved: dict[str, int] = defaultdict(int)
-    gone = 0
+    new = gone = 0
     for row in rows:
+        if row["shard"] is None:
+            new += row["documents"]
+            continue
         by_shard[row["shard"]].append(row)
         if row["tier_after"] is None:
             gone += row["documents"]
@@ -222,17 +217,12 @@ def _plan(ground: _Ground) -> Plan:
                 "score_high": found[0]["score_high"],
             }
         )
-    placed = sum(row["documents"] for row in rows if row["tier_after"] is not None)
-    in_tiers = catalog.rows(
-        "SELECT (SELECT count(*) FROM tiers WHERE tier_version = ? AND doc_id IN (SELECT doc_id FROM documents)) + (SELECT count(DISTINCT doc_id) FROM documents WHERE split = ?) AS n",
-        [tier_version, HOLDOUT],
-    )[0]["n"]
     return Plan(
         tier_version=tier_version,
         base=base,
         pool=pool,
         moved=dict(sorted(moved.items())),
-        new=in_tiers - placed,
+        new=new,
         gone=gone,
         kept=kept,
         reassigned=reassigned,
@@ -240,51 +230,34 @@ def _plan(ground: _Ground) -> Plan:
     )
 
 
-def _bands_to_write(catalog: Catalog, plan: Plan) -> list[Band]:
-    only = """
-        doc_id IN (SELECT doc_id FROM shards WHERE shard IN (SELECT unnest(?::VARCHAR[])))
-        OR doc_id NOT IN (
+def _parts_to_write(catalog: Catalog, plan: Plan) -> list[Part]:
+    """The documents of the broken shards, and those that no shard has."""
+    columns = ", ".join(KIND)
+    now = f"""
+        SELECT doc_id, tier, score FROM tiers WHERE tier_version = $version AND doc_id NOT IN (SELECT doc_id FROM tombstones)
+        UNION ALL SELECT DISTINCT doc_id, '{HOLDOUT}', NULL FROM documents WHERE split = '{HOLDOUT}'
+    """
+    # A shard says the kind of its documents: so a few shards cost no pass over all documents.
+    placed = f"""
+        WITH broken AS (
+            SELECT DISTINCT ON (shard) shard, job, number, {columns}
+            FROM shard_index JOIN (SELECT unnest($broken::VARCHAR[]) AS shard, unnest(range(len($broken::VARCHAR[])))::INTEGER AS number) USING (shard)
+            ORDER BY shard, job
+        ),
+        places AS (SELECT doc_id, number AS shard, position, {columns} FROM shards JOIN broken USING (shard, job))
+        SELECT doc_id, tier, score, {columns}, shard, position FROM places JOIN ({now}) USING (doc_id)
+    """
+    parameters: dict[str, Any] = {"version": plan.tier_version, "broken": [member.shard for member in plan.broken]}
+    entries = [member.entry for member in plan.broken]
+    if not plan.new:
+        return cut_parts(catalog, placed, parameters, kinds="shard_index", held_in=entries)
+    new = f"""
+        SELECT doc_id, tier, score, {columns}, NULL::INTEGER AS shard, NULL::INTEGER AS position
+        FROM ({now}) JOIN documents USING (doc_id)
+        WHERE (tier <> '{HOLDOUT}' OR split = '{HOLDOUT}') AND doc_id NOT IN (
             SELECT doc_id FROM shards
-            WHERE shard IN (SELECT shard FROM view_shards JOIN views USING (tier_version, pool, tier, job) WHERE tier_version = ? AND pool = ?)
+            WHERE shard IN (SELECT shard FROM view_shards JOIN views USING (tier_version, pool, tier, job) WHERE tier_version = $base AND pool = $pool)
         )
     """
-    broken = [member.shard for member in plan.broken]
-    return list(cut_bands(catalog, plan.tier_version, only=only, parameters=[broken, plan.base, plan.pool]))
-
-
-class _Source:
-    """Tokens of documents: from the shards that are given up, else from their texts."""
-
-    def __init__(self, catalog: Catalog, tokenizer: LoadedTokenizer, broken: Sequence[Member]) -> None:
-        self._catalog, self._tokenizer = catalog, tokenizer
-        self._entries = {member.shard: member.entry for member in broken}
-
-    def tokens(self, band: Band) -> dict[bytes, npt.NDArray[Any]]:
-        """Tokens of every document of a band."""
-        import pyarrow as pa
-
-        tokens = self._from_shards(band.doc_ids)
-        rest = [doc_id for doc_id in band.doc_ids.to_pylist() if doc_id not in tokens]
-        if rest:
-            tokens |= tokenise(self._catalog, self._tokenizer, pa.array(rest, pa.binary()))
-        return tokens
-
-    def _from_shards(self, doc_ids: pa.ChunkedArray[pa.BinaryScalar]) -> dict[bytes, npt.NDArray[Any]]:
-        if not self._entries:
-            return {}
-        sql = """
-            SELECT DISTINCT shard, position, doc_id FROM shards
-            WHERE shard IN (SELECT unnest(?::VARCHAR[])) AND doc_id IN (SELECT unnest(?::BLOB[]))
-            ORDER BY shard, position
-        """
-        tokens: dict[bytes, npt.NDArray[Any]] = {}
-        places: dict[str, list[tuple[int, bytes]]] = defaultdict(list)
-        for row in self._catalog.rows(sql, [list(self._entries), doc_ids.to_pylist()]):
-            places[row["shard"]].append((row["position"], row["doc_id"]))
-        for shard, documents in places.items():
-            data = self._catalog.store.get(object_path(shard))
-            decoded = decode_shard(data, self._entries[shard], token_dtype=self._tokenizer.token_dtype)
-            for position, doc_id in documents:
-                # A copy: a view would hold the whole shard in memory.
-                tokens[doc_id] = np.array(decoded.tokens(position))
-        return tokens
+    parameters |= {"base": plan.base, "pool": plan.pool}
+    return cut_parts(catalog, f"({placed}) UNION ALL ({new})", parameters, held_in=entries)

@@ -18,7 +18,8 @@ from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Report, report_nothing
 from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path
 from manifests.store import Store
-from pipeline.pool import find_tier_version, pool_of, tokenise
+from pipeline.bands import tokenise
+from pipeline.pool import find_tier_version, pool_of
 from pipeline.tokenizer import LoadedTokenizer, load_tokenizer
 from pipeline.views import Member, members_of
 

@@ -16,9 +16,11 @@ import pyarrow.parquet as pq
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  as below: else imported in every process anew
 
+import pipeline.bands
 import pipeline.forget
 import pipeline.ingest
 import pipeline.pool
+import pipeline.retier
 import pipeline.scoring_model
 import pipeline.tier
 import tools.cli  # noqa: F401  all commands of the app
@@ -96,6 +98,7 @@ def _tier(uri: str, sources: Path) -> None:
 
 
 def _shard(uri: str, sources: Path) -> None:
+    pipeline.bands._PART_DOCUMENTS = 12
     pipeline.pool.shard(open_store(uri), config=pipeline.pool.ShardConfig(shard_bytes=1024))
 
 
@@ -160,6 +163,14 @@ def _forget(uri: str, sources: Path) -> None:
     pipeline.forget.forget(plan)
 
 
+def _retier(uri: str, sources: Path) -> None:
+    pipeline.tier._PART_ROWS = 20
+    pipeline.bands._PART_DOCUMENTS = 6
+    pipeline.tier.tier(open_store(uri), config=pipeline.tier.TierConfig(share=0.3))
+    shards = pipeline.pool.ShardConfig(shard_bytes=1024)
+    pipeline.retier.retier(open_store(uri), config=pipeline.retier.RetierConfig(shards=shards))
+
+
 def _compact(uri: str, sources: Path) -> None:
     compact(open_store(uri))
 
@@ -188,6 +199,7 @@ JOBS: dict[str, Callable[[str, Path], None]] = {
     "strategy": _strategy,
     "policy": _policy,
     "forget": _forget,
+    "retier": _retier,
     "compact": _compact,
     "vacuum": _vacuum,
 }

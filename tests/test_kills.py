@@ -27,7 +27,17 @@ from tests.s3_proxy import Cut, S3Proxy
 from tests.store_content import Content, read_content
 
 EVERY_CUT = os.environ.get("ATOLL_EVERY_CUT") == "1"
-_STRIDE = {"create": 31, "score": 2, "shard": 10, "train": 19, "rollback": 2, "forget": 10, "compact": 19, "vacuum": 2}
+_STRIDE = {
+    "create": 31,
+    "score": 2,
+    "shard": 10,
+    "train": 19,
+    "rollback": 2,
+    "forget": 10,
+    "retier": 16,
+    "compact": 19,
+    "vacuum": 2,
+}
 """Not divisible by 3, so that it comes upon all three moments of a write."""
 _ON_S3 = ("create", "ingest", "shard", "train", "forget", "compact")
 """Between them they make every kind of request."""

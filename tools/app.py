@@ -143,6 +143,23 @@ def configured(kind: Callable[..., T], **options: Any) -> T:
         raise UserError(str(e)) from e
 
 
+def parse_weights(option: str, text: str) -> dict[str, float]:
+    """Weights by name from NAME=NUMBER,…; they needn't sum to one."""
+    weights: dict[str, float] = {}
+    for item in text.split(","):
+        name, _, number = (part.strip() for part in item.rpartition("="))
+        try:
+            weight = float(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise UserError(f"{option} {text!r}: {item!r} is not NAME=NUMBER; write them as in S=.4,A=.4,B=.2")
+        if name in weights:
+            raise UserError(f"{option} {text!r} names {name!r} twice; give each its whole weight once")
+        weights[name] = weight
+    return weights
+
+
 def model_of(option: str | None) -> dict[str, Any] | None:
     if option is None:
         return None

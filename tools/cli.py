@@ -31,11 +31,13 @@ from tools.app import (
     catalog_of,
     model_of,
     opened,
+    parse_weights,
     print_summary,
     print_views,
     say_done_before,
 )
 from tools.commands import ask, distill, keep, policy, retier, score, steer, tier
+from tools.commands.retier import WorkersOption
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
@@ -170,12 +172,15 @@ def shard(
         int | None,
         typer.Option(help="With --verify: hold the tokens of so many documents against their texts; all by default."),
     ] = None,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
     format_: FormatOption = Format.table,
 ) -> None:
     """Write the tokenised documents into the pool of MDS shards, and a view for each tier.
 
     Example: atoll shard && atoll shard --verify --sample 1000
     """
+    from pipeline.engine import open_engine
     from pipeline.pool import ShardConfig
     from pipeline.pool import shard as run_shard
     from tools.progress import progress_report
@@ -187,8 +192,8 @@ def shard(
     if sample is not None:
         raise UserError("--sample goes with --verify")
     config = ShardConfig(tier_version=tier_version, shard_bytes=shard_bytes, tokenizer=tokenizer)
-    with progress_report() as report:
-        summary = run_shard(its_store, config=config, report=report)
+    with open_engine(ray, workers=workers) as engine, progress_report() as report:
+        summary = run_shard(its_store, config=config, engine=engine, report=report)
     print_summary({k: v for k, v in summary.items() if k != "tiers"})
     print_views(its_store, summary, format_)
 
@@ -273,6 +278,26 @@ def train(
     tier_version: Annotated[
         int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")
     ] = None,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Stay on the tier version; else islands go over to newer ones at a round's edge."),
+    ] = False,
+    max_repeats: Annotated[
+        int,
+        typer.Option(
+            help="How often a document may come again; a tier that runs out leaves its weight to the next one."
+        ),
+    ] = 4,
+    group_by: Annotated[
+        str,
+        typer.Option(
+            help="Mix other groups than the tiers: an SQL expression over the columns of documents, tier and score that names a document's group."
+        ),
+    ] = "",
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(help="Weights of the groups, as faq=.6,table=.4; again for each further island, taken in turn."),
+    ] = None,
     seed: SeedOption = 0,
     device: DeviceOption = "auto",
 ) -> None:
@@ -301,6 +326,10 @@ def train(
         outer_momentum=outer_momentum,
         model=model_of(model) or {},
         online_influence=online_influence,
+        follow_tiers=not stay,
+        max_repeats=max_repeats,
+        group_by=group_by,
+        group_weights=tuple(parse_weights("--weights", text) for text in weights or ()),
         seed=seed,
         device=device,
     )

@@ -21,7 +21,8 @@ class LiveView:
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._islands: dict[int, dict[str, Any]] = {
-            i: {"state": "starting", "strategy": config.strategy_of(i)} for i in range(config.num_islands)
+            i: {"state": "starting", "strategy": "" if config.group_by else config.strategy_of(i)}
+            for i in range(config.num_islands)
         }
         self._merge = 0
         self._holdout_loss: float | None = None
@@ -63,15 +64,21 @@ class LiveView:
     def _table(self) -> Table:
         holdout = f", global holdout loss {self._holdout_loss:.3f}" if self._holdout_loss is not None else ""
         table = Table(title=f"run {self._config.run}: {self._merge} merges{holdout}", title_justify="left")
-        for name in ("island", "state", "strategy", "mix S/A/B/C", "step", "loss", "tokens/s"):
-            table.add_column(name, justify="left" if name in ("state", "strategy", "mix S/A/B/C") else "right")
+        mixed = "mix" if self._config.group_by else f"mix {'/'.join(TIERS)}"
+        for name in ("island", "state", "strategy", mixed, "step", "loss", "tokens/s"):
+            table.add_column(name, justify="left" if name in ("state", "strategy", mixed) else "right")
         for island, status in self._islands.items():
-            mix = "/".join(f"{status['mix'][tier]:.2f}" for tier in TIERS) if "mix" in status else ""
+            mix = self._mix(status["mix"]) if "mix" in status else ""
             loss = f"{status['loss']:.3f}" if "loss" in status else ""
             rate = f"{status['tokens_per_s']:,.0f}" if "tokens_per_s" in status else ""
             step = f"{status.get('step', 0)}/{self._config.steps}"
             table.add_row(str(island), status["state"], status["strategy"], mix, step, loss, rate)
         return table
+
+    def _mix(self, weights: dict[str, float]) -> str:
+        if self._config.group_by:
+            return " ".join(f"{group} {weight:.2f}" for group, weight in weights.items() if weight > 0)
+        return "/".join(f"{weights[tier]:.2f}" for tier in TIERS)
 
     def _print_line(self) -> None:
         self._printed_at = time.monotonic()

@@ -7,7 +7,7 @@ assignment problem" (Discrete Mathematics 32, 1980): among those who may be serv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 _EPSILON = 1e-9
 
@@ -38,21 +38,44 @@ def next_group(weights: Sequence[float], credits: Sequence[float]) -> tuple[int,
     return chosen, owed
 
 
-def usable_weights(asked: Mapping[str, float], available: Mapping[str, bool]) -> dict[str, float]:
-    """Shares of the tiers that have documents: a tier without any gives its share to the others in proportion, or equally
-    where those were asked for nothing.
+def usable_weights(
+    asked: Mapping[str, float], available: Mapping[str, bool], *, last_resort: Collection[str] = frozenset()
+) -> dict[str, float]:
+    """Shares of the groups that have documents, summing to 1; what is asked needn't.
+
+    A group without any leaves its share to the next group in order that is asked for, past the end to the nearest before it; where none is asked for, to the next that
+    there is. Where nothing is asked for at all, all that have documents get the same.
+
+    Args:
+        asked: weight of each group, in order.
+        available: whether a group has documents.
+        last_resort: groups that take nothing over while another one has documents: harm is no replacement for what has run out.
 
     Raises:
-        ValueError: a weight is negative or not a number, or no tier has documents.
+        ValueError: a weight is negative or not a number, the sum is beyond all numbers, or no group has documents.
     """
-    for tier, weight in asked.items():
+    for name, weight in asked.items():
         if not (weight >= 0 and math.isfinite(weight)):
-            raise ValueError(f"weight of tier {tier} is {weight}; weights are numbers of 0 or more")
-    kept = {tier: (weight if available.get(tier) else 0.0) for tier, weight in asked.items()}
-    if not any(available.get(tier) for tier in asked):
-        raise ValueError("no tier has documents to train on")
-    total = sum(kept.values())
+            raise ValueError(f"weight of {name} is {weight}; weights are numbers of 0 or more")
+    names = list(asked)
+    there = [name for name in names if available.get(name)]
+    if not there:
+        raise ValueError("no group has documents to train on")
+    total = sum(asked.values())
+    if total == math.inf:
+        raise ValueError("the weights sum to more than a number holds; take smaller ones")
     if total <= 0:
-        kept = {tier: float(bool(available.get(tier))) for tier in asked}
-        total = sum(kept.values())
-    return {tier: weight / total for tier, weight in kept.items()}
+        return {name: float(name in there) / len(there) for name in names}
+    shares = {name: asked[name] / total for name in names}
+    usable = dict.fromkeys(names, 0.0)
+    for place, name in enumerate(names):
+        if shares[name] <= 0:
+            continue
+        if name in there:
+            usable[name] += shares[name]
+            continue
+        order = [other for other in names[place + 1 :] + names[place::-1] if other in there]
+        heirs = [other for other in order if other not in last_resort] or order
+        heir = next((other for other in heirs if asked[other] > 0), heirs[0])
+        usable[heir] += shares[name]
+    return usable

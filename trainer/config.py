@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class RunConfig:
     run: str
     """Name of the run; letters, digits, dot, dash and underscore."""
     tier_version: int
-    """Tier version that the islands read."""
+    """Tier version that the islands begin with."""
     pool: str
     """Pool of shards that the views point into."""
     token_dtype: str
@@ -43,6 +44,15 @@ class RunConfig:
     """Tokens of the pool's tokenizer."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Hugging Face model configuration, or {"path": folder} for a model that lies on this machine; empty: a small Llama."""
+    follow_tiers: bool = True
+    """Whether the islands go over to newer tier versions of the pool as these appear, each at the edge of a round."""
+    max_repeats: int = 4
+    """How often a document may come again to an island; a tier that has run out leaves its weight to the next one. Up to 4 passes are nearly as
+    good as new text (Muennighoff et al., Scaling Data-Constrained Language Models, 2023, section 6)."""
+    group_by: str = ""
+    """SQL expression over the columns of documents, tier and score, that names the group of each document; the mix is one of these groups. Empty: the tiers."""
+    group_weights: tuple[Mapping[str, float], ...] = ()
+    """Share of the sequences by group, for each island; taken round and round where there are more islands. Only with group_by."""
     num_islands: int = 4
     strategies: tuple[str, ...] = ("aggressive", "balanced", "conservative", "adaptive")
     """Strategy of each island; taken round and round where there are more islands."""
@@ -123,6 +133,18 @@ class RunConfig:
             raise UserError("no strategy is named; `atoll strategies` lists them")
         if not 0 < self.lr < 1:
             raise UserError(f"lr is {self.lr}; it must lie between 0 and 1")
+        if self.max_repeats < 0:
+            raise UserError(f"max_repeats is {self.max_repeats}; it must be 0 or more")
+        if bool(self.group_by) != bool(self.group_weights):
+            raise UserError(
+                "group_by and weights go together: an expression, and the share of each group that it names"
+            )
+        for weights in self.group_weights:
+            bad = [name for name, weight in weights.items() if not 0 <= weight < math.inf]
+            if bad:
+                raise UserError(f"weight of group {bad[0]!r} is {weights[bad[0]]}; weights are numbers of 0 or more")
+            if not sum(weights.values()) > 0:
+                raise UserError(f"the weights {dict(weights)} sum to 0; one of them must be above")
         if self.max_staleness < 0 or self.warmup_steps < 0 or not self.grace_s >= 0:
             raise UserError("max_staleness, warmup_steps and grace_s must be 0 or more")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
@@ -146,6 +168,10 @@ class RunConfig:
         """Rounds of the whole run."""
         return self.steps // self.round_steps
 
+    def weights_of(self, island: int) -> Mapping[str, float] | None:
+        """The share of each group of an island, where the mix isn't one of the tiers."""
+        return self.group_weights[island % len(self.group_weights)] if self.group_weights else None
+
     def strategy_of(self, island: int) -> str:
         """The strategy that an island starts with."""
         return self.strategies[island % len(self.strategies)]
@@ -158,6 +184,6 @@ class RunConfig:
     def from_json(text: str) -> RunConfig:
         """What `to_json` wrote."""
         loaded = json.loads(text)
-        for name in ("strategies", "online_layers"):
+        for name in ("strategies", "online_layers", "group_weights"):
             loaded[name] = tuple(loaded.get(name, ()))
         return RunConfig(**loaded)

@@ -7,6 +7,7 @@ outer gradient sent: what others build on is always on record.
 from __future__ import annotations
 
 import json
+import math
 import os
 import queue
 import socket
@@ -20,7 +21,8 @@ import torch
 
 from manifests.catalog import Catalog
 from manifests.consumption import append_consumption
-from manifests.errors import AtollError, ObjectTaken
+from manifests.errors import AtollError, ObjectMissing, ObjectTaken
+from manifests.jobs import canonical_json
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
@@ -34,6 +36,7 @@ from trainer.checkpoints import (
     load_island,
     save_island,
 )
+from trainer.feed import Feed, holdout_tokens
 from trainer.feedback import summarise_cycle
 from trainer.fragments import cut_fragments
 from trainer.model import (
@@ -47,8 +50,8 @@ from trainer.model import (
 )
 from trainer.online import OnlineInfluence
 from trainer.recorder import SpanRecorder
-from trainer.rights import island_rights, require_documents
-from trainer.run import Run, holdout_tokens, load_run, open_stream
+from trainer.rights import island_rights
+from trainer.run import Run, load_run
 from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
 from trainer.wire import pack, unpack
@@ -116,26 +119,25 @@ class Island:
         )
 
         self.rights = island_rights(config, catalog, island).both
-        require_documents(config, catalog, self.rights)
         row = last_checkpoint(run, catalog, island)
+        decision = None
         if row is None:
-            strategy = config.strategy_of(island)
-            decision = self._decide(strategy)
-            self.mixture = Mixture(strategy=strategy, weights=decision.weights)
+            self.mixture, decision = self._first_mixture(config.tier_version)
             num_fragments = len(self.fragments)
             self.progress = Progress(
                 clock=[-1] * num_fragments, fragment_tokens=[0] * num_fragments, fragment_steps=[0] * num_fragments
             )
         else:
-            decision = None
             self.mixture = Mixture.from_json(row["mixture"])
             self.progress = load_island(run.store, row, model=self.model, optimizer=self.optimizer)
             give_up_superseded(run, catalog, row)
-        self.stream = open_stream(run, catalog, island=island, weights=self.mixture.weights)
-        if row is not None:
-            self.stream.load_state(row["stream"])
+        self.feed = Feed(
+            run, catalog, island=island, weights=self.mixture.weights, state=row["stream"] if row else None
+        )
+        self._passes = self._finished_passes()
+        self._exhausted = list(self.feed.stream.exhausted)
         self.incarnation = self._claim_incarnation()
-        self._record_mixture("as checkpointed" if decision is None else "first assignment", decision)
+        self._record_mixture("as checkpointed" if row is not None else "first assignment", decision)
         self._resume_fragments()
         self._event("island_joined", step=self.progress.step, pid=os.getpid(), host=socket.gethostname())
 
@@ -155,6 +157,7 @@ class Island:
         receiver.start()
         try:
             while self.progress.round < config.num_rounds:
+                self._take_new_data()
                 losses = []
                 for _ in range(config.round_steps):
                     self._receive(receiver)
@@ -162,7 +165,7 @@ class Island:
                 self._close_round(sum(losses) / len(losses))
         finally:
             receiver.stopping.set()
-            self.stream.close()
+            self.feed.close()
         for fragment in range(len(self.fragments)):
             self._send(fragment)
         self.run.store.put_content(
@@ -173,7 +176,7 @@ class Island:
     def _step(self) -> float:
         began = time.monotonic()
         config = self.run.config
-        sequences = [self.stream.next_sequence() for _ in range(config.batch_size)]
+        sequences = [self._next_sequence() for _ in range(config.batch_size)]
         tokens_BL = torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in sequences]).to(self.device)
         lr = learning_rate(self.progress.step + 1, config)
         for group in self.optimizer.param_groups:
@@ -208,8 +211,51 @@ class Island:
         contributions = contributions_BL.cpu().numpy() if contributions_BL is not None else None
         self._spans.record(self.progress.step, sequences, losses_BL.float().numpy(), contributions)
         for sequence, loss in zip(sequences, losses_BL.mean(dim=1).tolist(), strict=True):
-            self.progress.tier_tokens[sequence.tier] += len(sequence.tokens)
-            self.progress.cycle_losses[sequence.tier].append(loss)
+            for tier, tokens in zip(sequence.columns.tiers, sequence.columns.tokens.tolist(), strict=True):
+                self.progress.tier_tokens[tier] += tokens
+            if sequence.group in self.progress.cycle_losses:  # feedback speaks of tiers
+                self.progress.cycle_losses[sequence.group].append(loss)
+
+    def _next_sequence(self) -> Sequence:
+        try:
+            return self.feed.stream.next_sequence()
+        except ObjectMissing:
+            # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
+            self._take_new_data()
+            return self.feed.stream.next_sequence()
+
+    def _take_new_data(self) -> None:
+        """Goes over to what is new in the store, and says so."""
+        taken = self.feed.refresh()
+        if taken is None:
+            return
+        self._event(
+            "tier_version_taken", before=taken.before, after=taken.after, read_before=taken.read, begun=taken.begun
+        )
+        self._passes = self._finished_passes()
+        decision = None
+        if not self.run.config.group_by:
+            # Without its feedback message, which has moved the weights already.
+            decision = self._decide(self.mixture.strategy, previous=self.mixture.weights)
+            self.mixture = Mixture(strategy=self.mixture.strategy, weights=decision.weights)
+            self.feed.stream.set_weights(decision.weights)
+        self._record_mixture(f"tier version {taken.after} in place of {taken.before}", decision)
+
+    def _note_repeats(self) -> None:
+        """Records that documents begin to come again, and that a group has run out."""
+        passes = self._finished_passes()
+        for group, finished in passes.items():
+            if finished > self._passes.get(group, 0):
+                self._event("pass_finished", group=group, passes=finished, step=self.progress.step)
+        exhausted = [group for group in self.feed.stream.exhausted if group not in self._exhausted]
+        for group in exhausted:
+            self._event("exhausted", group=group, passes=passes[group], weights=self.feed.stream.weights)
+        if exhausted:
+            self._record_mixture(f"{', '.join(exhausted)} has come as often as max_repeats allows", None)
+        self._passes, self._exhausted = passes, list(self.feed.stream.exhausted)
+
+    def _finished_passes(self) -> dict[str, int]:
+        return {name: group.passes for name, group in self.feed.stream.groups.items()}
 
     def _close_round(self, loss: float) -> None:
         """Commits what the round did, then sends the fragment that falls due."""
@@ -235,12 +281,13 @@ class Island:
             model=self.model,
             optimizer=self.optimizer,
             progress=progress,
-            stream_state=self.stream.state(),
+            stream_state=self.feed.state(),
             mixture=self.mixture,
             loss=loss,
             holdout_loss=measured,
         )
         progress.parent = identity
+        self._note_repeats()
         self._send(due)
         if self._previous_path is not None and not self._previous_anchor:
             self.run.store.delete(self._previous_path)
@@ -272,21 +319,32 @@ class Island:
 
     def _move_mix(self) -> None:
         """Asks for the mix anew: the feedback has moved it, or somebody has edited the strategy."""
+        if self.run.config.group_by:
+            return
         strategy = self.mixture.strategy
         decision = self._decide(strategy, sequence=self.progress.sequence, previous=self.mixture.weights)
         if decision.weights != dict(self.mixture.weights):
             self.mixture = Mixture(strategy=strategy, weights=decision.weights)
-            self.stream.set_weights(decision.weights)
+            self.feed.stream.set_weights(decision.weights)
             self._record_mixture(f"feedback {self.progress.sequence}, up to round {self.progress.round}", decision)
 
-    def _decide(self, strategy: str, **more: Any) -> Decision:
+    def _first_mixture(self, tier_version: int) -> tuple[Mixture, Decision | None]:
+        config = self.run.config
+        weights = config.weights_of(self.island)
+        if weights is not None:
+            return Mixture(strategy=f"by {config.group_by}", weights=weights), None
+        strategy = config.strategy_of(self.island)
+        decision = self._decide(strategy, tier_version=tier_version)
+        return Mixture(strategy=strategy, weights=decision.weights), decision
+
+    def _decide(self, strategy: str, *, tier_version: int | None = None, **more: Any) -> Decision:
         config = self.run.config
         return decide(
             Catalog(self.run.store, tables=TABLES_READ, rights=self.rights),
             run=self.run.name,
             island=self.island,
             strategy=strategy,
-            tier_version=config.tier_version,
+            tier_version=tier_version if tier_version is not None else self.feed.tier_version,
             pool=config.pool,
             **more,
         )
@@ -359,18 +417,21 @@ class Island:
                 incarnation += 1
 
     def _record_mixture(self, reason: str, decision: Decision | None) -> None:
+        weights = self.feed.stream.weights
         row = {
             "run": self.run.name,
             "island": self.island,
             "incarnation": self.incarnation,
             "round": self.progress.round,
             "strategy": self.mixture.strategy,
-            **{f"weight_{tier.lower()}": self.stream.weights[tier] for tier in TIERS},
+            # A mix of other groups than the tiers has no weight of a tier.
+            **{f"weight_{tier.lower()}": weights.get(tier, math.nan) for tier in TIERS},
             "reason": reason,
-            "tier_version": self.run.config.tier_version,
+            "tier_version": self.feed.tier_version,
             "query": decision.query if decision else "",
             "parameters": decision.parameters if decision else "{}",
             "inputs": decision.inputs if decision else "{}",
+            "weights": canonical_json(weights),
         }
         append(self.run.store, "mixtures", [row])
 
@@ -393,7 +454,7 @@ class Island:
                 "step": self.progress.step,
                 "steps": self.run.config.steps,
                 "strategy": self.mixture.strategy,
-                "mix": {tier: round(self.stream.weights[tier], 3) for tier in TIERS},
+                "mix": {group: round(weight, 3) for group, weight in self.feed.stream.weights.items()},
                 "tokens": self.progress.tokens,
                 **more,
             }

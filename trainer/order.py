@@ -6,7 +6,7 @@ so that reading needs only a window of shards at hand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ WINDOW_SHARDS = 8
 class TierOrder:
     """The order of one tier in one pass. Documents are addressed by (shard, position)."""
 
-    def __init__(self, documents_per_shard: Sequence[int], *, key: str) -> None:
+    def __init__(self, documents_per_shard: npt.ArrayLike, *, key: str) -> None:
         """
         Args:
             documents_per_shard: number of documents in each shard of the view.

@@ -9,6 +9,7 @@ from manifests.editions import current_edition
 from manifests.errors import UserError
 from manifests.store import Store
 from trainer.config import RunConfig
+from trainer.feed import check_groups
 from trainer.strategies import known_strategies
 
 
@@ -40,6 +41,8 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
         which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
         raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
     config = RunConfig(run=run, policy=policy, **rows[0], **options)
+    if config.group_by:
+        check_groups(store, catalog, config)
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
     unknown = sorted(set(config.strategies) - known)
     if unknown:

@@ -5,21 +5,22 @@ The format is manifests/mds.py. Neither streaming nor torch is imported here.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from manifests.catalog import cache_root, write_whole
-from manifests.errors import Failure
+from manifests.errors import AtollError, ObjectMissing, StoreUnreachable
 from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path, shard_name
 from manifests.store import Store
+from trainer.cache import ShardCache
 
-_KEPT_SHARDS = 24
+_THREADS = 4
 _FETCH_ATTEMPTS = 3
+_PAUSE_S = 1.0
+"""Before the second attempt; twice as long before each further one. Within an attempt, the store's own client tries again, too."""
 
 
 class ShardReader:
@@ -30,61 +31,76 @@ class ShardReader:
         self._entries = entries
         self._token_dtype = token_dtype
         # A local store's files are as near as a cache would be.
-        self._cache: Path | None = None if store.is_local else cache_root() / "pool"
-        self._shards: OrderedDict[int, Future[DecodedShard]] = OrderedDict()
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shard-reader")
+        self._cache: ShardCache | None = None if store.is_local else ShardCache()
+        self._shards: dict[int, Future[DecodedShard]] = {}
+        self._pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="shard-reader")
 
-    def shard(self, number: int) -> DecodedShard:
-        """The shard's documents; waits for the fetch.
+    def take(self, numbers: Sequence[int]) -> dict[int, DecodedShard]:
+        """These shards' documents; waits for the fetches, and keeps nothing of them.
 
         Raises:
-            Failure: the shard is corrupt, missing or out of reach, after retries; it names the shard.
+            AtollError: a shard is corrupt, missing or out of reach, after retries; it names the shard. All are still to be had.
         """
-        future = self._request(number)
+        self.prefetch(numbers)
         try:
-            return future.result()
-        except Failure:
-            self._shards.pop(number, None)
+            shards = {number: self._shards[number].result() for number in numbers}
+        except AtollError:
+            for number, future in list(self._shards.items()):
+                if future.done() and future.exception() is not None:
+                    del self._shards[number]
             raise
+        for number in numbers:
+            del self._shards[number]
+        return shards
 
     def prefetch(self, numbers: Iterable[int]) -> None:
         """Begins to fetch shards that will be wanted soon."""
         for number in numbers:
-            self._request(number)
+            if number not in self._shards:
+                self._shards[number] = self._pool.submit(self._fetch, number)
+
+    def forget(self) -> None:
+        """Gives up what was fetched ahead: the place in the order has changed."""
+        for future in self._shards.values():
+            future.cancel()
+        self._shards = {}
 
     def close(self) -> None:
         """Stops fetching."""
+        self.forget()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _request(self, number: int) -> Future[DecodedShard]:
-        future = self._shards.get(number)
-        if future is None:
-            future = self._shards[number] = self._pool.submit(self._fetch, number)
-        self._shards.move_to_end(number)
-        while len(self._shards) > _KEPT_SHARDS:
-            self._shards.popitem(last=False)[1].cancel()
-        return future
 
     def _fetch(self, number: int) -> DecodedShard:
         entry = self._entries[number]
         path = object_path(shard_name(entry))
-        cached = self._cache / path.removeprefix("pool/") if self._cache else None
-        if cached is not None and cached.exists():
+        cached = path.removeprefix("pool/")
+        if self._cache is not None and (data := self._cache.get(cached)) is not None:
             try:
-                return decode_shard(cached.read_bytes(), entry, token_dtype=self._token_dtype)
+                return decode_shard(data, entry, token_dtype=self._token_dtype)
             except CorruptShard:
-                cached.unlink(missing_ok=True)  # fetched again below
-        for attempt in range(_FETCH_ATTEMPTS):
-            data = self._store.get(path)
+                self._cache.drop(cached)  # fetched again below
+        pause_s = _PAUSE_S
+        for attempt in range(1, _FETCH_ATTEMPTS + 1):
             try:
+                data = self._store.get(path)
                 shard = decode_shard(data, entry, token_dtype=self._token_dtype)
+            except ObjectMissing as e:
+                raise ObjectMissing(
+                    f"{e}: a shard of the view is gone; restore it, or `atoll shard --verify` shows what else is"
+                ) from e
             except CorruptShard as e:
-                if attempt + 1 == _FETCH_ATTEMPTS:
+                if attempt == _FETCH_ATTEMPTS:
                     raise CorruptShard(
                         f"{self._store.uri}/{path}: {e}, {_FETCH_ATTEMPTS} times; run `atoll shard` again with the object removed"
                     ) from e
-                continue
-            if cached is not None:
-                write_whole(cached, data)
-            return shard
+            except StoreUnreachable as e:
+                if attempt == _FETCH_ATTEMPTS:
+                    raise StoreUnreachable(f"{e}; tried {_FETCH_ATTEMPTS} times") from e
+            else:
+                if self._cache is not None:
+                    self._cache.put(cached, data)
+                return shard
+            if not self._store.is_local:
+                time.sleep(pause_s)
+                pause_s *= 2
         raise AssertionError("unreachable")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from manifests.schemas import TABLES
-from trainer.stream import Sequence, Span
+from trainer.stream import Sequence, SpanColumns
 
 _SCHEMA = TABLES["consumption"].schema
 
@@ -36,64 +36,62 @@ class SpanRecorder:
             losses_BL: loss of every predicted token, (batch, seq_len - 1): the sequence's first token is not predicted.
             contributions_BL: contribution of every place, (batch, seq_len); None: not measured.
         """
-        self._seq_len = len(sequences[0].tokens)
         for number, (sequence, losses) in enumerate(zip(sequences, losses_BL, strict=True)):
-            self._spans += sequence.spans
-            self._steps += [step] * len(sequence.spans)
-            self._numbers += [number] * len(sequence.spans)
-            self._losses.append(_mean_losses(sequence.spans, losses))
+            spans = sequence.columns
+            self._spans.append(spans)
+            self._steps.append(np.full(len(spans), step))
+            self._positions.append(number * len(sequence.tokens) + spans.offsets)
+            self._losses.append(_mean_losses(spans, losses))
             if contributions_BL is None:
-                self._contributions.append(np.full(len(sequence.spans), np.nan, dtype=np.float32))
+                self._contributions.append(np.full(len(spans), np.nan, dtype=np.float32))
             else:
-                self._contributions.append(_sums(sequence.spans, contributions_BL[number]))
+                self._contributions.append(_sums(spans, contributions_BL[number]))
 
     def take(self, *, run: str, island: int, incarnation: int, checkpoint: bytes) -> pa.Table:
         """Everything noted since the last call, as rows of `consumption` that count with a checkpoint."""
-        spans, count = self._spans, len(self._spans)
-        nothing = np.empty(0, dtype=np.float32)
-        losses = np.concatenate([nothing, *self._losses])
-        contributions = np.concatenate([nothing, *self._contributions])
-        position = np.asarray(self._numbers, dtype=np.int64) * self._seq_len + [span.offset for span in spans]
+        count = sum(len(spans) for spans in self._spans)
         columns: dict[str, Any] = {
             "run": [run] * count,
             "island": np.full(count, island),
             "incarnation": np.full(count, incarnation),
-            "step": self._steps,
-            "position": position.astype(np.int32),
-            "shard": [span.shard for span in spans],
-            "shard_position": [span.shard_position for span in spans],
-            "tier": [span.tier for span in spans],
-            "origin": [span.origin for span in spans],
-            "token_start": [span.start for span in spans],
-            "tokens": [span.tokens for span in spans],
-            "loss": pa.array(losses, pa.float32(), from_pandas=True),
+            "step": _chained(self._steps, np.int64),
+            "position": _chained(self._positions, np.int32),
+            "shard": _chained([spans.shards for spans in self._spans], np.object_),
+            "shard_position": _chained([spans.shard_positions for spans in self._spans], np.int32),
+            "tier": _chained([spans.tiers for spans in self._spans], np.object_),
+            "origin": _chained([spans.origins for spans in self._spans], np.object_),
+            "token_start": _chained([spans.starts for spans in self._spans], np.int32),
+            "tokens": _chained([spans.tokens for spans in self._spans], np.int32),
+            "loss": pa.array(_chained(self._losses, np.float32), pa.float32(), from_pandas=True),
             "checkpoint": [checkpoint] * count,
-            "contribution": pa.array(contributions, pa.float32(), from_pandas=True),
+            "contribution": pa.array(_chained(self._contributions, np.float32), pa.float32(), from_pandas=True),
         }
         self._clear()
         return pa.table([pa.array(columns[field.name], field.type) for field in _SCHEMA], schema=_SCHEMA)
 
     def _clear(self) -> None:
-        self._spans: list[Span] = []
-        self._steps: list[int] = []
-        self._numbers: list[int] = []
-        self._seq_len = 0
+        self._spans: list[SpanColumns] = []
+        self._steps: list[npt.NDArray[np.int64]] = []
+        self._positions: list[npt.NDArray[np.int64]] = []
         self._losses: list[npt.NDArray[np.float32]] = []
         self._contributions: list[npt.NDArray[np.float32]] = []
 
 
-def _mean_losses(spans: Seq[Span], losses: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _chained(parts: Seq[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate([np.empty(0, dtype=dtype), *parts]).astype(dtype)
+
+
+def _mean_losses(spans: SpanColumns, losses: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Mean loss of each span's predicted tokens; NaN where it has none: losses[i] belongs to token i + 1."""
     sums = np.concatenate([[0.0], np.cumsum(losses, dtype=np.float64)])
-    first = np.asarray([max(span.offset, 1) - 1 for span in spans])
-    end = np.asarray([span.offset + span.tokens - 1 for span in spans])
+    first = np.maximum(spans.offsets, 1) - 1
+    end = spans.offsets + spans.tokens - 1
     predicted = np.maximum(end - first, 0)
     means = (sums[np.maximum(end, first)] - sums[first]) / np.where(predicted > 0, predicted, np.nan)
     return means.astype(np.float32)
 
 
-def _sums(spans: Seq[Span], values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+def _sums(spans: SpanColumns, values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     """Sum over each span's places."""
     sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
-    first = np.asarray([span.offset for span in spans])
-    return (sums[first + [span.tokens for span in spans]] - sums[first]).astype(np.float32)
+    return (sums[spans.offsets + spans.tokens] - sums[spans.offsets]).astype(np.float32)

@@ -55,21 +55,28 @@ def island_rights(config: RunConfig, catalog: Catalog, *islands: int) -> IslandR
     return IslandRights(index=index, newest=newest)
 
 
-def require_documents(config: RunConfig, catalog: Catalog, rights: Rights) -> None:
+def require_documents(config: RunConfig, catalog: Catalog, rights: Rights, *, tier_version: int | None = None) -> None:
     """Sees to it that there is something to train on.
+
+    Args:
+        config: the run's.
+        catalog: pins the store's tables.
+        rights: what may be read.
+        tier_version: tier version that is read; None: the run's first.
 
     Raises:
         UserError: none of the tiers' documents may be read; the message names the rule.
     """
     if rights.everything:
         return
+    version = config.tier_version if tier_version is None else tier_version
     left = f"""
         SELECT count(*) AS n FROM view_shards JOIN views USING (tier_version, pool, tier, job)
         WHERE tier_version = ? AND pool = ? AND tier IN {TIERS} AND shard IN (SELECT shard FROM shard_index WHERE {rights.condition})
     """
-    if catalog.rows(left, [config.tier_version, config.pool])[0]["n"] == 0:
+    if catalog.rows(left, [version, config.pool])[0]["n"] == 0:
         raise UserError(
-            f"{rights.reader} may read no document of tier version {config.tier_version} by {rights.named}; "
+            f"{rights.reader} may read no document of tier version {version} by {rights.named}; "
             "`atoll policy show` says why, `atoll policy set` widens it for new runs"
         )
 

@@ -23,10 +23,11 @@ from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
+from trainer.feed import holdout_tokens
 from trainer.fragments import cut_fragments
 from trainer.model import build_model, holdout_loss, parameters_of, pick_device
 from trainer.outer import Tensors, merge_weight, nesterov_step, weighted_mean
-from trainer.run import GLOBAL, Run, holdout_tokens, load_run
+from trainer.run import GLOBAL, Run, load_run
 from trainer.wire import CorruptObject, object_hash, pack, unpack
 
 _POLL_S = 0.1

@@ -40,6 +40,7 @@ def _rows(job: str) -> dict[str, list[dict[str, Any]]]:
             "documents": labels | {"doc_id": doc_id, "split": "train", "text_bytes": 1, "source_uri": f"{secret}-uri", "source_row": 7},
             "influence": {"doc_id": doc_id, "method": "m", "score": 1.0, "stderr": 0.0, "checkpoint": "s", "probe": secret, "scored_at": None, "direct": True, "job": job},
             "tiers": {"tier_version": 1, "doc_id": doc_id, "tier": "S", "score": 1.0, "method": secret, "job": job},
+            "flags": {"doc_id": doc_id, "flagged": True, "predicate": secret, "reason": secret},
             "shards": {"pool": "p", "shard": shard, "position": 0, "doc_id": doc_id, "tokens": 9, "job": job},
             "view_shards": {"tier_version": 1, "pool": "p", "tier": "S", "shard": shard, "position": 0, "documents": 1, "tokens": 9, "job": job},
             "shard_index": labels | {"pool": "p", "shard": shard, "tier": "S", "entry": "{}", "documents": 1, "tokens": 9, "raw_bytes": 1, "zip_bytes": 1, "score_low": 0.0, "score_high": 1.0},
@@ -105,7 +106,7 @@ def _tells(rows: list[dict[str, Any]]) -> bool:
     return any(word in said for word in ("secret", "buried", "forbidden", "gpl"))
 
 
-_TELLING = ("documents", "influence", "tiers", "shards", "view_shards", "shard_index", "tombstones", "consumption", "consumption_rounds")  # fmt: skip
+_TELLING = ("documents", "influence", "tiers", "shards", "view_shards", "shard_index", "tombstones", "flags", "consumption", "consumption_rounds")  # fmt: skip
 
 
 @pytest.mark.parametrize("table", [f"{schema}{t}" for t in _TELLING for schema in ("", "raw.")])

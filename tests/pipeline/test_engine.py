@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,12 +22,16 @@ from manifests.catalog import Catalog
 from manifests.errors import Failure, ObjectMissing, UserError
 from manifests.mds import CorruptShard
 from manifests.store import Store
-from manifests.tables import create_store, read
+from manifests.tables import create_store, open_store, read
 from pipeline.engine import Engine, InProcess, open_engine
 from pipeline.ingest import ingest
+from pipeline.pool import shard
+from pipeline.retier import RetierConfig, retier
 from pipeline.score import score
 from pipeline.sources import SourceSpec
 from pipeline.tokenizer import train_tokenizer
+from tests.pipeline.test_pool import tiered_store
+from tests.pipeline.test_retier import SHARDS, add_version, moved_to, tiers_of
 from tests.pipeline.test_score import CONFIG, fill, scores
 from tests.ray_cluster import RayCluster, running_cluster
 
@@ -143,6 +148,13 @@ def test_an_address_without_a_cluster_is_refused_at_once() -> None:
         pass
 
 
+def test_a_number_of_workers_that_makes_no_sense_is_refused() -> None:
+    with pytest.raises(UserError, match="--workers goes with --ray"), open_engine(workers=2):
+        pass
+    with pytest.raises(UserError, match="--workers 0: give at least one"), open_engine("local", workers=0):
+        pass
+
+
 def test_without_ray_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'atoll\[ray\]'"), open_engine("local"):
@@ -228,3 +240,58 @@ def test_scores_on_a_cluster_are_those_made_here_bit_for_bit(on_ray: Engine, tmp
         score(store, config=CONFIG, engine=engine)
         found.append([(row["doc_id"], row["score"].hex(), row["stderr"].hex()) for row in scores(store)])
     assert found[0] == found[1] != []
+
+
+def _pool(store: Store) -> tuple[dict[str, bytes], list[pa.Table]]:
+    """All that says what lies in a pool: its shards, and the rows of tables about it."""
+    tables = ("shards", "shard_index", "view_shards", "views", "jobs")
+    clocks = {"written_at", "started_at"}
+    rows = [read(store, name) for name in tables]
+    return (
+        {info.path: store.get(info.path) for info in store.list("pool")},
+        [table.drop_columns(sorted(clocks & set(table.column_names))) for table in rows],
+    )
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_shards_and_views_made_on_a_cluster_are_those_made_here(
+    workers: int, cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.bands._PART_DOCUMENTS", 7)
+    tiered_store(tmp_path)
+    found = []
+    options: dict[str, Any] = {"here": {}, "ray": {"ray": cluster.address, "workers": workers}}
+    for name in options:
+        shutil.copytree(tmp_path / "store", tmp_path / name)
+        store = open_store(str(tmp_path / name))
+        with open_engine(**options[name]) as engine:
+            shard(store, config=SHARDS, engine=engine)
+            tiers = tiers_of(store, 1)
+            add_version(store, moved_to(tiers, sorted(tiers)[::5], "A"))
+            assert retier(store, config=RetierConfig(shards=SHARDS), engine=engine)["shards"]["written"] > 3
+        found.append(_pool(store))
+    assert found[0] == found[1]
+
+
+def test_shards_that_were_begun_here_are_finished_on_a_cluster(
+    on_ray: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.bands._PART_DOCUMENTS", 7)
+    whole = tiered_store(tmp_path)
+    shutil.copytree(tmp_path / "store", tmp_path / "begun")
+    begun = open_store(str(tmp_path / "begun"))
+    parts: list[int] = []
+
+    def interrupt(what: str, done: int, total: int | None) -> None:
+        parts.append(done)
+        if len(parts) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shard(begun, config=SHARDS, report=interrupt)
+    rest: list[int] = []
+    shard(begun, config=SHARDS, engine=on_ray, report=lambda what, done, total: rest.append(done))
+    parts.clear()
+    shard(whole, config=SHARDS, report=lambda what, done, total: parts.append(done))
+    assert rest == parts[3:] != []
+    assert _pool(begun) == _pool(whole)

@@ -21,7 +21,7 @@ from pipeline.forget import forget, plan_erasure
 from pipeline.ingest import ingest
 from pipeline.pool import shard
 from pipeline.sources import SourceSpec
-from trainer.stream import TierStream
+from trainer.stream import GroupStream
 
 WHERE = "source_row % 7 = 3"
 
@@ -112,14 +112,21 @@ def test_a_stream_goes_on_as_if_the_documents_had_been_left_out(pool: Store, sha
     forgotten = frozenset(_matching(pool))
     forget(plan_erasure(pool, WHERE, reason="asked to"))
 
-    def stream(store: Store, excluded: frozenset[bytes]) -> TierStream:
+    def stream(store: Store, excluded: frozenset[bytes]) -> GroupStream:
         catalog = Catalog(store)
         view = catalog.rows("SELECT object FROM views WHERE tier = 'A'")[0]["object"]
         origins = {
             row["shard"]: row["origin"] for row in catalog.rows("SELECT DISTINCT shard, origin FROM shard_index")
         }
-        return TierStream(
-            store, store.get(view), tier="A", token_dtype=np.dtype("<u2"), key="k", origins=origins, excluded=excluded
+        return GroupStream(
+            store,
+            read_index(store.get(view)),
+            name="A",
+            token_dtype=np.dtype("<u2"),
+            key="k",
+            origins=origins,
+            tiers=dict.fromkeys(origins, "A"),
+            excluded=excluded,
         )
 
     left_out, erased = stream(sharded, forgotten), stream(pool, frozenset())

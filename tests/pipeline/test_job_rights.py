@@ -14,11 +14,13 @@ from manifests.jobs import make_job
 from manifests.store import Store
 from pipeline.ingest import ingest
 from pipeline.pool import ShardConfig, shard
+from pipeline.retier import RetierConfig, retier
 from pipeline.score import score
 from pipeline.score_config import ScoreConfig
 from pipeline.sources import SourceSpec
 from pipeline.tier import TierConfig, tier
 from pipeline.tokenizer import train_tokenizer
+from pipeline.verify import verify
 
 LICENSES = ("MIT", "GPL-3.0", None)
 """In turn; a document that names none has the licence `unknown`."""
@@ -76,6 +78,21 @@ def test_changed_policy_makes_a_new_job_and_one_that_changes_nothing_for_it_does
     set_policy(scored, policy("gpl*"), "something else")
     # The numbers of versions whose documents it can't see are taken all the same.
     assert tier(scored, config=TierConfig())["tier_version"] == 3
+
+
+def test_retiering_takes_over_what_the_policy_allows_and_nothing_else(scored: Store) -> None:
+    tier(scored, config=TierConfig())
+    shard(scored, config=ShardConfig())
+    for version, licenses, share in ((2, ("mit", "gpl*"), 0.4), (3, ("mit", "unknown"), 0.2), (4, ("*",), 0.6)):
+        set_policy(scored, policy(*licenses), "another")
+        assert tier(scored, config=TierConfig(share=share))["tier_version"] == version
+        summary = retier(scored, config=RetierConfig(shards=ShardConfig()))
+        assert (summary["shards"]["rewritten"] > 0, summary["documents"]["new"] > 0) == (version != 3, version != 2)
+        catalog = Catalog(scored, rights=rights_of(scored, "job:shard"))
+        said = catalog.rows("SELECT count(*) AS n FROM documents WHERE split = 'holdout' OR doc_id IN (SELECT doc_id FROM tiers WHERE tier_version = ?)", [version])  # fmt: skip
+        shown = Catalog(scored).rows("SELECT sum(documents)::BIGINT AS n FROM views WHERE tier_version = ?", [version])
+        assert said == shown
+        assert verify(scored).findings == []
 
 
 def test_job_with_nothing_to_read_names_the_rule(scored: Store) -> None:

@@ -15,6 +15,7 @@ from manifests.jobs import Job, make_job
 from manifests.mds import decode_shard, object_path
 from manifests.store import Store
 from manifests.tables import create_store
+from pipeline.bands import Part, Task, Written, write_shards
 from pipeline.ingest import ingest
 from pipeline.pool import ShardConfig, shard
 from pipeline.sources import SourceSpec
@@ -88,6 +89,7 @@ def test_sharding_again_changes_nothing(tiered: Store) -> None:
 def test_job_that_died_and_is_run_again_ends_like_one_that_did_not(
     dies_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.bands._PART_DOCUMENTS", 10)
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     whole, killed = tiered_store(tmp_path / "whole"), tiered_store(tmp_path / "killed")
@@ -105,7 +107,15 @@ def test_job_that_died_and_is_run_again_ends_like_one_that_did_not(
             shard(killed, config=CONFIG)
     for table in ("shards", "shard_index", "views", "pools"):
         assert Catalog(killed).rows(f"SELECT count(*) AS n FROM {table}") == [{"n": 0}]
+    worked_on: list[int] = []
+
+    def tell_and_write(task: Task, part: Part) -> Written:
+        worked_on.append(part.number)
+        return write_shards(task, part)
+
+    monkeypatch.setattr("pipeline.bands.write_shards", tell_and_write)
     shard(killed, config=CONFIG)
+    assert worked_on == ([] if dies_at == "views" else [*range(3, 11)])
     assert Catalog(killed).rows(_PLACES) == Catalog(whole).rows(_PLACES)
     views = "SELECT tier, shards, documents, tokens FROM views ORDER BY tier"
     assert Catalog(killed).rows(views) == Catalog(whole).rows(views)

@@ -13,8 +13,9 @@ from manifests.errors import UserError
 from manifests.jobs import make_job
 from manifests.mds import object_path
 from manifests.store import Store
+from pipeline.bands import tokenise
 from pipeline.forget import forget, plan_erasure
-from pipeline.pool import ShardConfig, shard, tokenise
+from pipeline.pool import ShardConfig, shard
 from pipeline.retier import RetierConfig, retier
 from pipeline.verify import verify
 from tests.pipeline.test_pool import tiered_store
@@ -79,7 +80,7 @@ def test_tokens_that_are_not_those_of_the_text_are_named(tmp_path: Path, monkeyp
         return tokens
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipeline.pool.tokenise", spoiling)
+        patch.setattr("pipeline.bands.tokenise", spoiling)
         shard(store, config=SHARDS)
     (finding,) = verify(store).findings
     assert finding.finding == f"the tokens of document {spoiled.hex()} aren't those of its text"

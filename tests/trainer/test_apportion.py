@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from trainer.apportion import next_group, usable_weights
@@ -57,26 +57,59 @@ def test_the_first_sequences_of_halves_and_quarters_are_these() -> None:
     assert [chosen[:4].count(group) for group in range(3)] == [2, 1, 1]
 
 
-def test_an_empty_tier_gives_its_share_to_the_others_in_proportion() -> None:
-    usable = usable_weights({"S": 0.2, "A": 0.4, "B": 0.3, "C": 0.1}, {"S": True, "A": False, "B": True, "C": True})
-    assert usable == pytest.approx({"S": 2 / 6, "A": 0, "B": 3 / 6, "C": 1 / 6})
+ASKED = {"S": 0.2, "A": 0.4, "B": 0.3, "C": 0.1}
 
 
-def test_tiers_asked_for_nothing_share_equally_when_all_that_was_asked_for_is_empty() -> None:
-    usable = usable_weights({"S": 1.0, "A": 0.0, "B": 0.0}, {"S": False, "A": True, "B": True})
-    assert usable == {"S": 0, "A": 0.5, "B": 0.5}
+@pytest.mark.parametrize(
+    ("asked", "there", "usable"),
+    [
+        (ASKED, "SABC", {"S": 0.2, "A": 0.4, "B": 0.3, "C": 0.1}),
+        (ASKED, "SBC", {"S": 0.2, "A": 0, "B": 0.7, "C": 0.1}),
+        (ASKED, "BC", {"S": 0, "A": 0, "B": 0.9, "C": 0.1}),
+        (ASKED, "SAC", {"S": 0.2, "A": 0.7, "B": 0, "C": 0.1}),  # harm takes no weight over
+        (ASKED, "SAB", {"S": 0.2, "A": 0.4, "B": 0.4, "C": 0}),
+        (ASKED, "C", {"S": 0, "A": 0, "B": 0, "C": 1}),
+        ({"S": 0.5, "A": 0, "B": 0.5, "C": 0}, "ABC", {"S": 0, "A": 0, "B": 1, "C": 0}),  # to one that is asked for
+        ({"S": 1, "A": 0, "B": 0, "C": 0}, "BC", {"S": 0, "A": 0, "B": 1, "C": 0}),
+        ({"S": 0, "A": 0, "B": 0, "C": 0}, "SB", {"S": 0.5, "A": 0, "B": 0.5, "C": 0}),
+    ],
+)
+def test_a_tier_without_documents_leaves_its_share_to_the_next(
+    asked: dict[str, float], there: str, usable: dict[str, float]
+) -> None:
+    available = {tier: tier in there for tier in asked}
+    assert usable_weights(asked, available, last_resort=("C",)) == pytest.approx(usable)
+
+
+@given(
+    asked=st.lists(st.floats(0, 10), min_size=1, max_size=6),
+    there=st.lists(st.booleans(), min_size=6, max_size=6).filter(any),
+)
+def test_usable_shares_sum_to_one_and_go_only_to_groups_with_documents(asked: list[float], there: list[bool]) -> None:
+    names = [str(n) for n in range(len(asked))]
+    available = dict(zip(names, there, strict=False))
+    assume(any(available.values()))
+    usable = usable_weights(dict(zip(names, asked, strict=True)), available, last_resort=names[-1:])
+    assert list(usable) == names
+    assert sum(usable.values()) == pytest.approx(1)
+    assert all(share >= 0 and (share == 0 or available[name]) for name, share in usable.items())
 
 
 def test_weights_that_do_not_sum_to_one_are_shares_of_their_sum() -> None:
     assert usable_weights({"S": 3, "A": 1}, {"S": True, "A": True}) == {"S": 0.75, "A": 0.25}
 
 
-def test_no_tier_with_documents_is_an_error() -> None:
-    with pytest.raises(ValueError, match="no tier has documents"):
+def test_no_group_with_documents_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no group has documents"):
         usable_weights({"S": 0.5, "A": 0.5}, {"S": False})
 
 
 @pytest.mark.parametrize("weight", [-0.1, math.nan, math.inf])
-def test_a_weight_that_is_no_share_is_an_error_that_names_its_tier(weight: float) -> None:
-    with pytest.raises(ValueError, match="tier A"):
+def test_a_weight_that_is_no_share_is_an_error_that_names_its_group(weight: float) -> None:
+    with pytest.raises(ValueError, match="weight of A"):
         usable_weights({"S": 0.5, "A": weight}, {"S": True, "A": True})
+
+
+def test_weights_beyond_all_numbers_are_an_error() -> None:
+    with pytest.raises(ValueError, match="sum to more"):
+        usable_weights({"S": 1e308, "A": 1e308}, {"S": True, "A": True})

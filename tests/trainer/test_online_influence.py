@@ -30,7 +30,7 @@ from trainer.model import holdout_loss, make_optimizer, token_losses
 from trainer.online import OnlineInfluence, attributed_layers, holdout_gradients, preconditioner
 from trainer.recorder import SpanRecorder
 from trainer.run import Run
-from trainer.stream import Sequence, Span
+from trainer.stream import Sequence, SpanColumns
 from trainer.wire import unpack
 
 LLAMA = {
@@ -280,13 +280,21 @@ def test_a_layer_that_sees_its_batch_in_another_shape_is_refused_by_name() -> No
 def test_spans_get_the_sums_of_their_places() -> None:
     recorder = SpanRecorder()
 
-    def piece(offset: int, tokens: int) -> Span:
-        return Span(doc_id=b"d" * 16, tier="S", origin="real", shard="s", shard_position=0, start=0, tokens=tokens, offset=offset)  # fmt: skip
+    def sequence(*tokens: int) -> Sequence:
+        sizes, zeros = np.array(tokens), np.zeros(len(tokens), dtype=np.int64)
+        columns = SpanColumns(
+            doc_ids=[b"d" * 16] * len(tokens),
+            tiers=np.full(len(tokens), "S", dtype=object),
+            origins=np.full(len(tokens), "real", dtype=object),
+            shards=np.full(len(tokens), "s", dtype=object),
+            shard_positions=zeros,
+            starts=zeros,
+            tokens=sizes,
+            offsets=np.cumsum(sizes) - sizes,
+        )
+        return Sequence(tokens=np.zeros(4), group="S", columns=columns)
 
-    sequences = [
-        Sequence(tokens=np.zeros(4), tier="S", spans=[piece(0, 1), piece(1, 3)]),
-        Sequence(tokens=np.zeros(4), tier="S", spans=[piece(0, 4)]),
-    ]
+    sequences = [sequence(1, 3), sequence(4)]
     losses = np.zeros((2, 3), dtype=np.float32)
     recorder.record(1, sequences, losses)
     recorder.record(2, sequences, losses, np.asarray([[1, 2, 4, 8], [0.5, 0.25, np.nan, 1]], dtype=np.float32))

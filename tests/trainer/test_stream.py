@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests.errors import Failure
-from manifests.mds import CorruptShard, object_path
+from manifests.mds import CorruptShard, object_path, read_index
+from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import create_store
 from tiny import PLACES, U32, TinyShard, doc_id, put_shards
-from trainer.stream import MixedStream, Sequence, TierStream
+from trainer.mixer import MixedStream
+from trainer.stream import GroupStream, Sequence
 
 LENGTHS = (1, 2, 3, 7, 16, 17, 40, 5)
 """Lengths of the documents of each shard; sequences are of 16 tokens."""
@@ -39,15 +41,22 @@ class Pool:
             first = numbers.stop
         self.lengths = {t: {n: k for s in shards for n, k in s.documents.items()} for t, shards in self.shards.items()}
 
-    def tier(self, tier: str, *, key: str = "k", excluded: frozenset[bytes] = frozenset()) -> TierStream:
+    def tier(self, tier: str, *, key: str = "k", excluded: frozenset[bytes] = frozenset()) -> GroupStream:
         origins = {shard.name: "real" if n % 2 else "synthetic" for n, shard in enumerate(self.shards[tier])}
-        return TierStream(
-            self.store, self.index[tier], tier=tier, token_dtype=U32, key=key, origins=origins, excluded=excluded
+        return GroupStream(
+            self.store,
+            read_index(self.index[tier]),
+            name=tier,
+            token_dtype=U32,
+            key=key,
+            origins=origins,
+            tiers=dict.fromkeys(origins, tier),
+            excluded=excluded,
         )
 
     def mixed(self, weights: Mapping[str, float], **options: frozenset[bytes]) -> MixedStream:
         tiers = {tier: self.tier(tier, **options) for tier in self.index}
-        return MixedStream(tiers, seq_len=SEQ_LEN, weights=weights)
+        return MixedStream(tiers, names=TIERS, seq_len=SEQ_LEN, weights=weights)
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +74,17 @@ def check_spans(sequence: Sequence) -> None:
         assert span.offset == filled
         assert span.doc_id == doc_id(number)
         assert piece.tolist() == [number * PLACES + span.start + place for place in range(span.tokens)]
-        assert span.tier == sequence.tier
+        assert span.tier == sequence.group
         filled += span.tokens
     assert filled == len(sequence.tokens)
 
 
 def same(one: Sequence, other: Sequence) -> bool:
-    return one.tier == other.tier and one.spans == other.spans and bool((one.tokens == other.tokens).all())
+    return one.group == other.group and one.spans == other.spans and bool((one.tokens == other.tokens).all())
 
 
 def tokens_of(sequences: list[Sequence], tier: str) -> list[int]:
-    return [int(token) for s in sequences if s.tier == tier for token in s.tokens]
+    return [int(token) for s in sequences if s.group == tier for token in s.tokens]
 
 
 def check_ledger(tokens: list[int], lengths: Mapping[int, int]) -> None:
@@ -157,7 +166,7 @@ def test_changing_the_weights_repeats_and_loses_nothing(pool: Pool, changes: lis
         stream.set_weights({"S": share, "A": 1 - share})
         chosen = [stream.next_sequence() for _ in range(num_sequences)]
         if share in (0, 1):
-            assert {s.tier for s in chosen} == {"A" if share == 0 else "S"}
+            assert {s.group for s in chosen} == {"A" if share == 0 else "S"}
         sequences += chosen
     stream.close()
     for sequence in sequences:
@@ -170,7 +179,7 @@ def test_the_mix_is_within_one_sequence_of_the_asked_one_at_every_moment(pool: P
     stream = pool.mixed({"S": 0.3, "A": 0.7})
     counts: dict[str, int] = defaultdict(int)
     for served in range(1, 200):
-        counts[stream.next_sequence().tier] += 1
+        counts[stream.next_sequence().group] += 1
         assert abs(counts["S"] - 0.3 * served) <= 1
     stream.close()
 
@@ -207,7 +216,7 @@ def test_a_document_excluded_half_way_through_is_passed_over_from_there(pool: Po
 
 def test_a_tier_with_all_documents_excluded_is_an_error(pool: Pool) -> None:
     stream = pool.tier("S", excluded=frozenset(doc_id(n) for n in pool.lengths["S"]))
-    with pytest.raises(Failure, match="tier S has no document left"):
+    with pytest.raises(Failure, match="group S has no document left"):
         stream.take(SEQ_LEN)
     stream.close()
 

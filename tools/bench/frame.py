@@ -52,8 +52,8 @@ class Benchmark:
     name: str
     question: str
     """What it answers, in a sentence."""
-    measure: Callable[[bool], Mapping[str, Figure]]
-    """Called with `quick`; returns the named figures."""
+    measure: Callable[[bool], Mapping[str, Figure | str]]
+    """Called with `quick`; returns the named figures. A result that is no number is a text."""
     notes: Sequence[str] = field(default_factory=tuple)
     """What a reader must know to read the figures rightly."""
 
@@ -73,7 +73,7 @@ def run_benchmark(benchmark: Benchmark) -> None:
     if options.out:
         write_whole(RESULTS / f"{benchmark.name}.md", page.encode())
     if options.json:
-        print(json.dumps({name: figure.median for name, figure in figures.items()}))
+        print(json.dumps({name: found if isinstance(found, str) else found.median for name, found in figures.items()}))
     else:
         print(page)
 
@@ -98,11 +98,8 @@ def interleave(
     return values
 
 
-def _page(benchmark: Benchmark, figures: Mapping[str, Figure], *, command: str, seconds: float) -> str:
-    rows = [
-        f"| `{name}` | {figure.median:.4g} | {figure.spread} | {len(figure.values)} | {figure.unit} | {figure.meaning} |"
-        for name, figure in figures.items()
-    ]
+def _page(benchmark: Benchmark, figures: Mapping[str, Figure | str], *, command: str, seconds: float) -> str:
+    rows = [f"| `{name}` | {_cells(found)} |" for name, found in figures.items()]
     versions = ", ".join(f"{name} {version(name)}" for name in _LIBRARIES)
     machine = f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}, Python {platform.python_version()}"
     notes = "".join(f"\n{note}\n" for note in benchmark.notes)
@@ -112,3 +109,9 @@ def _page(benchmark: Benchmark, figures: Mapping[str, Figure], *, command: str, 
         + "\n".join(rows)
         + f"\n{notes}\nCommand: `{command}` ({seconds:.0f} s). Machine: {machine}. Versions: {versions}.\n"
     )
+
+
+def _cells(found: Figure | str) -> str:
+    if isinstance(found, str):
+        return f"{found} | | | |"
+    return f"{found.median:.4g} | {found.spread} | {len(found.values)} | {found.unit} | {found.meaning}"

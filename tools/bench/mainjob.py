@@ -109,9 +109,10 @@ def train_uniform(store_uri: str, size: Size, seed: int) -> float:
     """
     import torch
 
+    from trainer.feed import holdout_tokens, open_stream
     from trainer.model import build_model, holdout_loss, learning_rate, make_optimizer, pick_device, token_losses
     from trainer.plan import configure_run
-    from trainer.run import Run, holdout_tokens, open_stream
+    from trainer.run import Run
     from trainer.strategies import decide
 
     store = open_store(store_uri)

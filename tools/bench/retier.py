@@ -2,6 +2,9 @@
 
 A corpus of made-up texts with made-up scores, for neither matters to the cost. Two changes: the threshold of S moves, so that 2 % of the documents go from A to S; and the scores are
 disturbed, so that 5 % of the documents change tier. Each time the version before is the same first one. The tier job itself, which both ways need, is left out.
+
+A shard that holds a document of another tier can stay in no view, so it is rewritten, movers and stayers. How many shards that makes follows from the scores and the size of a shard
+alone: beside what was written stands that share, for shards of this size and for smaller ones.
 """
 
 from __future__ import annotations
@@ -35,6 +38,10 @@ _BORDERS = (0.2, 0.5, 0.9)
 _MOVED_BORDERS = (0.22, 0.5, 0.9)
 _FULL, _QUICK = (250_000, 1_000_000), (5_000,)
 _MOVED = 0.05
+_PART_ROWS = 500_000
+"""Rows that a tier job appends at once."""
+_SHARD_DOCUMENTS = (4_000, 400, 40, 4)
+"""Documents of a shard, for the shares; of these documents, some 4,000 make a MiB."""
 Scores = npt.NDArray[np.float64]
 
 
@@ -83,7 +90,28 @@ def _one_size(folder: Path, num_documents: int) -> dict[str, tuple[float, str, s
             f"{change}_s": (seconds, "s", "`atoll retier`"),
             f"{change}_full_s": (full_s, "s", "`atoll shard` of the same tiers"),
         }  # fmt: skip
+    for num in _SHARD_DOCUMENTS:
+        share = _share_with_movers(scores, disturbed, num)
+        found[f"five_percent_least_ratio, {num:,} a shard"] = (
+            share,
+            "ratio",
+            f"share of the documents in shards of {num:,} neighbours that hold a mover",
+        )
     return found
+
+
+def _share_with_movers(before: Scores, after: Scores, shard_documents: int) -> float:
+    """Share of the documents that lie in a shard with a document that changes tier, where shards hold so many of one tier, in the order of their scores."""
+    tiers = _tiers(before, _BORDERS)
+    moves = tiers != _tiers(after, _BORDERS)
+    num = 0
+    for tier in range(len(TIERS)):
+        members = np.flatnonzero(tiers == tier)
+        ordered = moves[members[np.argsort(-before[members])]]
+        starts = np.arange(0, len(ordered), shard_documents)
+        sizes = np.diff(starts, append=len(ordered))
+        num += int(sizes[np.add.reduceat(ordered.astype(np.int64), starts) > 0].sum())
+    return num / len(before)
 
 
 def _num_shards(summary: Mapping[str, Any]) -> int:
@@ -123,7 +151,9 @@ def _add_version(store: Store, version: int, ids: Any, scores: Scores, borders: 
         "method": pa.repeat(pa.scalar("made", pa.string()), num),
         "job": pa.repeat(pa.scalar(job.id, pa.string()), num),
     }
-    job.append("tiers", pa.table(columns, schema=TABLES["tiers"].schema), part=1)
+    rows = pa.table(columns, schema=TABLES["tiers"].schema)
+    for part, start in enumerate(range(0, num, _PART_ROWS), start=1):
+        job.append("tiers", rows.slice(start, _PART_ROWS), part=part)
     row = {"tier_version": version, "method": "made", "parameters": "{}", "thresholds": "{}", "job": job.id}
     job.append("tier_versions", [row], part=1)
     job.commit({})

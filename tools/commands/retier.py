@@ -10,6 +10,7 @@ from tools.app import (
     DATA,
     DEFAULT_STORE,
     FormatOption,
+    RayOption,
     StoreOption,
     TokenizerOption,
     app,
@@ -18,6 +19,13 @@ from tools.app import (
     print_views,
 )
 from tools.output import STDERR, Format
+
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        help="With --ray: most pieces of work at once; two for each CPU by default. What comes out is the same."
+    ),
+]
 
 
 @app.command(rich_help_panel=DATA)
@@ -32,6 +40,8 @@ def retier(
     ] = None,
     shard_bytes: Annotated[int, typer.Option(help="Largest uncompressed size of a new shard, bytes.")] = 1 << 20,
     tokenizer: TokenizerOption = None,
+    ray: RayOption = None,
+    workers: WorkersOption = None,
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be done, and do nothing.")] = False,
     format_: FormatOption = Format.table,
 ) -> None:
@@ -39,6 +49,7 @@ def retier(
 
     Example: atoll retier --plan
     """
+    from pipeline.engine import open_engine
     from pipeline.pool import ShardConfig
     from pipeline.retier import RetierConfig, plan_retier
     from pipeline.retier import retier as run_retier
@@ -51,8 +62,8 @@ def retier(
     if plan:
         _print_plan(plan_retier(its_store, config=config).facts())
         return
-    with progress_report() as report:
-        summary = run_retier(its_store, config=config, announce=_print_plan, report=report)
+    with open_engine(ray, workers=workers) as engine, progress_report() as report:
+        summary = run_retier(its_store, config=config, engine=engine, announce=_print_plan, report=report)
     print_summary({name: value for name, value in summary.items() if name != "tiers"})
     print_views(its_store, summary, format_)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from manifests.errors import UserError
-from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened
+from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
 from tools.output import STDERR, Format, print_answer
 
 
@@ -61,6 +61,37 @@ def forget(
     )
 
 
+@app.command(rich_help_panel=KEEP)
+def flag(
+    where: Annotated[
+        str,
+        typer.Option(
+            help="SQL condition over the columns of documents, and tier and score in the newest tier version."
+        ),
+    ],
+    reason: Annotated[str, typer.Option(help="Why; kept beside the flag.")],
+    store: StoreOption = DEFAULT_STORE,
+    lift: Annotated[bool, typer.Option("--lift", help="Take the flags of these documents back.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do it; without, only say how many documents there are.")] = False,
+) -> None:
+    """Flag documents as harmful: running islands pass them over from their next round on. `atoll rollback` undoes what they have done, `atoll forget` erases them.
+
+    Example: atoll flag --where "generator = 'old-model' and prompt = 'math'" --reason "wrong sums" --yes
+    """
+    from manifests.flags import matching, set_flags
+
+    doc_ids = matching(catalog_of(store), where, flagged=lift)
+    told = f"{len(doc_ids):,} documents that are {'' if lift else 'not '}flagged match"
+    if not doc_ids:
+        raise UserError(f"{told} {where!r}; try it with `atoll sql`")
+    if not yes:
+        STDERR.print(f"  {told}; nothing was changed: --yes {'takes their flags back' if lift else 'flags them'}")
+        return
+    set_flags(opened(store), doc_ids, flagged=not lift, predicate=where, reason=reason)
+    done = "may be read again" if lift else "are flagged"
+    STDERR.print(f"  {len(doc_ids):,} documents {done}, from the islands' next round on", markup=False)
+
+
 strategies_app = typer.Typer(invoke_without_command=True, help="Show the strategies, or edit one.")
 app.add_typer(strategies_app, name="strategies", rich_help_panel=TRAIN)
 
@@ -101,7 +132,7 @@ def set_strategy(
 
     row = strategy_row(
         name,
-        weights=_weights(weights) if weights is not None else None,
+        weights=_of_tiers(parse_weights("--weights", weights)) if weights is not None else None,
         learning_rate=learning_rate,
         weight_floor=weight_floor,
         step_cap=step_cap,
@@ -111,12 +142,5 @@ def set_strategy(
     print_answer(catalog_of(store).query("SELECT * FROM strategies WHERE strategy = ?", [name]), Format.table)
 
 
-def _weights(text: str) -> dict[str, float]:
-    weights = {}
-    for item in text.split(","):
-        tier, _, number = item.partition("=")
-        try:
-            weights[tier.strip().upper()] = float(number)
-        except ValueError as e:
-            raise UserError(f"--weights {text!r}: {item!r} is not TIER=NUMBER; write S=.4,A=.4,B=.2,C=0") from e
-    return weights
+def _of_tiers(weights: dict[str, float]) -> dict[str, float]:
+    return {tier.upper(): weight for tier, weight in weights.items()}
