@@ -23,6 +23,10 @@ OnWrite = Callable[[int, Literal["before", "after"], str, str], None]
 """Called with the number of the write request, from 1, its moment, method and path."""
 
 
+OnRead = Callable[[str], Literal["pass", "unavailable", "broken", "corrupt"]]
+"""Called with the path of every GET request: whether its reply passes, is a 503, ends half-way, or has a bit flipped."""
+
+
 class Cut(Exception):
     """Raised by a callback: the connection ends here, neither request nor reply is passed on."""
 
@@ -30,7 +34,7 @@ class Cut(Exception):
 class S3Proxy:
     """A running proxy, as a context; `endpoint` is what its client takes for the S3 server."""
 
-    def __init__(self, upstream: str, on_write: OnWrite | None = None) -> None:
+    def __init__(self, upstream: str, on_write: OnWrite | None = None, on_read: OnRead | None = None) -> None:
         """Prepares a proxy for the server at `upstream`, an http:// address."""
         parsed = urlparse(upstream)
         assert parsed.scheme == "http"
@@ -38,6 +42,7 @@ class S3Proxy:
         self.writes: list[tuple[str, str]] = []
         """Method and path of every write request so far."""
         self._on_write = on_write
+        self._on_read = on_read
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Connection)
         self._server.proxy = self
@@ -62,6 +67,8 @@ class S3Proxy:
     def pass_on(self, request: _Message) -> _Message:
         """Takes a request to the server and brings the reply, with the callbacks around it."""
         method, path, *_ = request.first_line.split(" ")
+        if method == "GET" and self._on_read is not None:
+            return _spoilt(self._ask(request, method), self._on_read(path))
         if method not in _WRITING:
             return self._ask(request, method)
         with self._lock:
@@ -99,6 +106,8 @@ class _Message:
     """With the empty line that ends it."""
     body: bytes
     """As it was sent: chunked, where the head says so."""
+    is_broken: bool = False
+    """Whether the connection ends after it."""
 
     @property
     def first_line(self) -> str:
@@ -111,6 +120,18 @@ class _Message:
             if key.lower() == name:
                 return value.strip().lower()
         return ""
+
+
+def _spoilt(reply: _Message, how: Literal["pass", "unavailable", "broken", "corrupt"]) -> _Message:
+    if how == "unavailable":
+        return _Message(head=b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", body=b"")
+    middle = len(reply.body) // 2
+    if how == "broken":
+        return _Message(head=reply.head, body=reply.body[:middle], is_broken=True)
+    if how == "corrupt":
+        flipped = bytes([reply.body[middle] ^ 1])
+        return _Message(head=reply.head, body=reply.body[:middle] + flipped + reply.body[middle + 1 :])
+    return reply
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -134,6 +155,8 @@ class _Connection(socketserver.StreamRequestHandler):
                     self.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
                 reply = self.server.proxy.pass_on(_with_body(request, self.rfile))
                 self.wfile.write(reply.head + reply.body)
+                if reply.is_broken:
+                    return
                 if "close" in (request.header("connection"), reply.header("connection")):
                     return
         except (Cut, EOFError, ConnectionError):

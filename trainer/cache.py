@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,9 +38,8 @@ class ShardCache:
         """
         self._folder = folder if folder is not None else cache_root() / "pool"
         self._limit_bytes = limit_bytes if limit_bytes is not None else _limit_from_environment()
-        self._added_bytes = 0
-        self._known_bytes: int | None = None
         self._warned = False
+        self._lock = threading.Lock()
 
     def get(self, path: str) -> bytes | None:
         """The cached object; None where there is none."""
@@ -56,14 +56,10 @@ class ShardCache:
         if len(data) > self._limit_bytes:
             return
         try:
-            self._make_room(len(data))
-            try:
-                write_whole(self._folder / path, data)
-            except OSError as e:
-                if e.errno != errno.ENOSPC:
-                    raise
-                self._evict(self._limit_bytes // 2)
-                write_whole(self._folder / path, data)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            # One writer at a time, of all islands: or each would think that the room is its own.
+            with self._lock, _locked(self._folder / ".lock"):
+                self._write(path, data)
         except OSError as e:
             if not self._warned:
                 self._warned = True
@@ -77,28 +73,33 @@ class ShardCache:
         """Deletes a file that turned out to be damaged."""
         (self._folder / path).unlink(missing_ok=True)
 
-    def _make_room(self, num_bytes: int) -> None:
-        self._added_bytes += num_bytes
-        # Others fill the same folder, so what it holds is looked at again after every tenth of the limit.
-        if self._known_bytes is None or self._known_bytes + self._added_bytes > self._limit_bytes:
-            self._evict(self._limit_bytes - num_bytes)
-        elif self._added_bytes > _FREED_SHARE * self._limit_bytes / 4:
-            self._known_bytes, self._added_bytes = sum(size for _, size, _ in self._files()), num_bytes
+    def _write(self, path: str, data: bytes) -> None:
+        ledger = self._folder / ".bytes"
+        held = _number_in(ledger)
+        if held is None or held + len(data) > self._limit_bytes:
+            held = self._evict(self._limit_bytes - len(data))
+        try:
+            write_whole(self._folder / path, data)
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            held = self._evict(self._limit_bytes // 2)
+            write_whole(self._folder / path, data)
+        # Written over itself, it would count twice: too high a count only brings the next look at the files forward.
+        write_whole(ledger, str(held + len(data)).encode())
 
-    def _evict(self, target_bytes: int) -> None:
-        """Deletes the files that weren't read for longest until what is left is below the target by a margin."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with _locked(self._folder / ".lock"):
-            files = sorted(self._files())
-            left = sum(size for _, size, _ in files)
-            if left > target_bytes:
-                target_bytes -= int(_FREED_SHARE * target_bytes)
+    def _evict(self, target_bytes: int) -> int:
+        """Deletes the files that weren't read for longest, if all are above the target, to a margin below it; returns the bytes that are left."""
+        files = sorted(self._files())
+        left = sum(size for _, size, _ in files)
+        if left > target_bytes:
+            target_bytes -= int(_FREED_SHARE * target_bytes)
             for _, size, file in files:
                 if left <= target_bytes:
                     break
                 file.unlink(missing_ok=True)
                 left -= size
-        self._known_bytes, self._added_bytes = left, 0
+        return left
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         for file in self._folder.rglob("*.zstd"):
@@ -116,6 +117,13 @@ def _limit_from_environment() -> int:
     if not text.isdigit():
         raise UserError(f"{LIMIT_VARIABLE} is {text!r}; it is a number of bytes")
     return int(text)
+
+
+def _number_in(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 @contextmanager

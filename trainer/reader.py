@@ -95,7 +95,7 @@ class ShardReader:
                     ) from e
             except StoreUnreachable as e:
                 if attempt == _FETCH_ATTEMPTS:
-                    raise StoreUnreachable(f"{e}; tried {_FETCH_ATTEMPTS} times") from e
+                    raise StoreUnreachable(f"shard {shard_name(entry)}: {e}; tried {_FETCH_ATTEMPTS} times") from e
             else:
                 if self._cache is not None:
                     self._cache.put(cached, data)
