@@ -50,10 +50,10 @@ class Window:
         Returns:
             The number of the first document after them; for each of them the place of its first token there, and the number of tokens.
         """
-        end = int(np.searchsorted(self.starts, stop, side="left"))
+        end = int(self.starts.searchsorted(stop))
         edges = self.starts[document : end + 1].copy()
         edges[0], edges[-1] = place, stop
-        return end, edges[:-1], np.diff(edges)
+        return end, edges[:-1], edges[1:] - edges[:-1]
 
 
 def make_window(

@@ -64,14 +64,14 @@ def expected(folder: Path) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (2, 0), (4, 0), (1, 3), (2, 2)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (4, 0), (1, 3), (2, 1)])
 def test_the_order_does_not_depend_on_ranks_and_workers(
     folder: Path, expected: list[list[list[int]]], ranks: int, workers: int
 ) -> None:
     assert steps(folder, ranks=ranks, workers=workers) == expected
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (4, 0), (1, 3)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (4, 0)])
 def test_a_batchs_state_resumes_at_the_next_step_with_other_ranks_and_workers(
     folder: Path, expected: list[list[list[int]]], ranks: int, workers: int
 ) -> None:

@@ -62,7 +62,7 @@ class Scale:
 
 
 _FULL = Scale(documents=60_000, repetitions=5, seconds=5, shards=(10, 1_000, 10_000), large_documents=1_250_000)
-_QUICK = Scale(documents=30_000, repetitions=1, seconds=2, shards=(10, 1_000), large_documents=0)
+_QUICK = Scale(documents=30_000, repetitions=1, seconds=2, shards=(10, 10_000), large_documents=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,7 +119,7 @@ def _open_atoll(job: Reading) -> Iterator[Tokens]:
         num_spans = 0
         while True:
             sequence = stream.next_sequence()
-            num_spans += len(sequence.spans)
+            num_spans += len(sequence.columns)
             yield sequence.tokens
 
     return sequences()
