@@ -96,5 +96,5 @@ def data_loader(batches: IslandBatches, *, num_workers: int = 0) -> DataLoader[B
     )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch
