@@ -21,9 +21,10 @@ import xxhash
 from manifests.catalog import Catalog
 from manifests.errors import Failure
 from manifests.jobs import Job, Report
-from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, object_path, shard_name
+from manifests.mds import CorruptShard, EncodedShard, decode_shard, encode_shard, object_path
 from manifests.policy import Rights
 from manifests.schemas import TABLES, TIERS
+from manifests.shards import fetch_shard
 from manifests.store import Store
 from pipeline.engine import Engine
 from pipeline.texts import read_texts
@@ -276,8 +277,7 @@ def _tokens(store: Store, task: Task, part: Part) -> list[Tokens]:
                 tokens[place] = found[doc_id]
             continue
         entry = part.held_in[number]
-        data = store.get(object_path(shard_name(entry)))
-        decoded = decode_shard(data, entry, token_dtype=np.dtype(task.token_dtype))
+        decoded, _ = fetch_shard(store, entry, token_dtype=np.dtype(task.token_dtype))
         for place, position in zip(places.tolist(), positions[places].tolist(), strict=True):
             # A copy: a view would hold the whole shard in memory.
             tokens[place] = np.array(decoded.tokens(position))

@@ -18,7 +18,8 @@ import xxhash
 from manifests.catalog import Catalog
 from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
-from manifests.mds import decode_shard, encode_shard, index_json, object_path, read_index
+from manifests.mds import encode_shard, index_json, object_path, read_index
+from manifests.shards import fetch_shard
 from manifests.store import Store
 from pipeline.bands import put_shard
 
@@ -134,7 +135,7 @@ def _rewrite_shards(job: Job, shards: Sequence[str], forgotten: frozenset[bytes]
     index: list[dict[str, Any]] = []
     for row in _index_rows(catalog, shards):
         entry, dtype = json.loads(row["entry"]), np.dtype(row.pop("token_dtype"))
-        old = decode_shard(job.store.get(object_path(row["shard"])), entry, token_dtype=dtype)
+        old, _ = fetch_shard(job.store, entry, token_dtype=dtype)
         ids = [old.doc_id(position) for position in range(old.num_documents)]
         nothing = np.empty(0, dtype=dtype.newbyteorder("<"))
         tokens = [nothing if i in forgotten else old.tokens(position) for position, i in enumerate(ids)]

@@ -16,7 +16,8 @@ from manifests.catalog import Catalog
 from manifests.editions import rights_of
 from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Report, report_nothing
-from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path
+from manifests.mds import CorruptShard, DecodedShard
+from manifests.shards import fetch_shard
 from manifests.store import Store
 from pipeline.bands import tokenise
 from pipeline.pool import find_tier_version, pool_of
@@ -116,8 +117,7 @@ class _Verifier:
 
     def _look_at_shard(self, member: Member, said: Sequence[dict[str, Any]]) -> None:
         try:
-            data = self._catalog.store.get(object_path(member.shard))
-            decoded = decode_shard(data, member.entry, token_dtype=self._tokenizer.token_dtype)
+            decoded, _ = fetch_shard(self._catalog.store, member.entry, token_dtype=self._tokenizer.token_dtype)
         except ObjectMissing:
             self._find(member, None, f"the object is missing; {_MEND}")
             return

@@ -71,7 +71,9 @@ class Feed:
         loaded = json.loads(state) if state is not None else {}
         self.tier_version: int = loaded.get("tier_version", run.config.tier_version)
         self._seen_path: str | None = loaded.get("seen")
-        self._watched = self._versions()
+        # A version that came while nobody was here is taken at the first edge.
+        pinned = {name: version for name, version in catalog.versions.items() if name in _WATCHED}
+        self._watched = pinned if self._newest(catalog) == self.tier_version else {}
         self.stream = self._open(catalog, weights)
         if loaded:
             self.stream.load_state(json.dumps(loaded["stream"]))

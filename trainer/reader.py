@@ -5,22 +5,19 @@ The format is manifests/mds.py. Neither streaming nor torch is imported here.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 
-from manifests.errors import AtollError, ObjectMissing, StoreUnreachable
+from manifests.errors import AtollError
 from manifests.mds import CorruptShard, DecodedShard, decode_shard, object_path, shard_name
+from manifests.shards import fetch_shard
 from manifests.store import Store
 from trainer.cache import ShardCache
 
 _THREADS = 4
-_FETCH_ATTEMPTS = 3
-_PAUSE_S = 1.0
-"""Before the second attempt; twice as long before each further one. Within an attempt, the store's own client tries again, too."""
 
 
 class ShardReader:
@@ -72,35 +69,13 @@ class ShardReader:
 
     def _fetch(self, number: int) -> DecodedShard:
         entry = self._entries[number]
-        path = object_path(shard_name(entry))
-        cached = path.removeprefix("pool/")
+        cached = object_path(shard_name(entry)).removeprefix("pool/")
         if self._cache is not None and (data := self._cache.get(cached)) is not None:
             try:
                 return decode_shard(data, entry, token_dtype=self._token_dtype)
             except CorruptShard:
                 self._cache.drop(cached)  # fetched again below
-        pause_s = _PAUSE_S
-        for attempt in range(1, _FETCH_ATTEMPTS + 1):
-            try:
-                data = self._store.get(path)
-                shard = decode_shard(data, entry, token_dtype=self._token_dtype)
-            except ObjectMissing as e:
-                raise ObjectMissing(
-                    f"{e}: a shard of the view is gone; restore it, or `atoll shard --verify` shows what else is"
-                ) from e
-            except CorruptShard as e:
-                if attempt == _FETCH_ATTEMPTS:
-                    raise CorruptShard(
-                        f"{self._store.uri}/{path}: {e}, {_FETCH_ATTEMPTS} times; run `atoll shard` again with the object removed"
-                    ) from e
-            except StoreUnreachable as e:
-                if attempt == _FETCH_ATTEMPTS:
-                    raise StoreUnreachable(f"shard {shard_name(entry)}: {e}; tried {_FETCH_ATTEMPTS} times") from e
-            else:
-                if self._cache is not None:
-                    self._cache.put(cached, data)
-                return shard
-            if not self._store.is_local:
-                time.sleep(pause_s)
-                pause_s *= 2
-        raise AssertionError("unreachable")
+        shard, data = fetch_shard(self._store, entry, token_dtype=self._token_dtype)
+        if self._cache is not None:
+            self._cache.put(cached, data)
+        return shard

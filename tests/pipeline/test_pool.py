@@ -27,9 +27,9 @@ CONFIG = ShardConfig(shard_bytes=8_000)
 _PLACES = "SELECT shard, position, doc_id, tokens FROM shards ORDER BY shard, position"
 
 
-def tiered_store(folder: Path) -> Store:
-    """A store with real text in four tiers; the scores are made up, the text and the tokenizer are not."""
-    store = create_store(str(folder / "store"))
+def tiered_store(folder: Path, uri: str | None = None) -> Store:
+    """A store with real text in four tiers, in the folder or elsewhere; the scores are made up, the text and the tokenizer are not."""
+    store = create_store(uri if uri is not None else str(folder / "store"))
     export_stdlib_code(folder / "code.parquet", num_documents=80, seed=1)
     ingest(store, [SourceSpec(uri=str(folder / "code.parquet"), format="parquet", corpus="python")], holdout_share=0.2)
     train_tokenizer(store, Catalog(store), vocab_size=400)

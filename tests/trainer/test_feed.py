@@ -189,6 +189,10 @@ def test_an_island_that_died_after_the_change_goes_on_as_if_it_had_not(tiny_stor
         Island(load_run(tiny_store, "died"), 0, emit=at_step(dies_at, kill)).train()
     Island(load_run(tiny_store, "died"), 0, emit=silent).train()
     check_no_token_twice(died)
+    assert {event["round"] for event in events(died, "tier_version_taken")} == {8}
+    assert (
+        max(row["tier_version"] for row in Catalog(tiny_store).rows("SELECT * FROM mixtures WHERE run = 'died'")) == 2
+    )
     whole = Counter(row["doc_id"] for row in spans(ran) if row["step"] <= 8)
     assert whole == Counter(row["doc_id"] for row in spans(died) if row["step"] <= 8)
     assert sum(row["tokens"] for row in spans(died)) == sum(row["tokens"] for row in spans(ran))

@@ -31,7 +31,7 @@ TOTAL = NUM_SHARDS * sum(LENGTHS)
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("manifests.store._RETRY", {"max_retries": 1, "retry_timeout": timedelta(seconds=2)})
-    monkeypatch.setattr("trainer.reader._PAUSE_S", 0.01)
+    monkeypatch.setattr("manifests.shards._PAUSE_S", 0.01)
 
 
 class Pool:
