@@ -12,16 +12,14 @@ import pyarrow as pa
 
 from manifests.catalog import Catalog
 from manifests.errors import UserError
+from manifests.predicates import NEWEST, documents_with_tiers
 from manifests.schemas import TABLES
 from manifests.store import Store
 from manifests.tables import append
 
 _MATCHING = """
 SELECT d.doc_id
-FROM (
-    SELECT d.*, t.tier, t.score FROM documents AS d
-    LEFT JOIN tiers AS t ON t.doc_id = d.doc_id AND t.tier_version = (SELECT max(tier_version) FROM tier_versions)
-) AS d
+FROM ({documents}) AS d
 LEFT JOIN flags AS f USING (doc_id)
 WHERE coalesce(f.flagged, false) = {flagged} AND (
 {predicate}
@@ -41,7 +39,7 @@ def matching(catalog: Catalog, predicate: str, *, flagged: bool) -> list[bytes]:
     Raises:
         UserError: the condition isn't SQL.
     """
-    sql = _MATCHING.format(predicate=predicate, flagged=str(flagged).lower())
+    sql = _MATCHING.format(documents=documents_with_tiers(NEWEST), predicate=predicate, flagged=str(flagged).lower())
     return list(catalog.query(sql).column(0).to_pylist())
 
 

@@ -19,6 +19,7 @@ from manifests.catalog import Catalog
 from manifests.errors import ObjectMissing, UserError
 from manifests.jobs import Job, Report, make_job, report_nothing
 from manifests.mds import encode_shard, index_json, object_path, read_index
+from manifests.predicates import NEWEST, documents_with_tiers
 from manifests.shards import fetch_shard
 from manifests.store import Store
 from pipeline.bands import put_shard
@@ -200,11 +201,7 @@ def _rewrite_views(job: Job, forgotten: frozenset[bytes]) -> int:
 
 
 def _matching(catalog: Catalog, predicate: str, *, with_rephrased: bool) -> pa.Table:
-    facts = (
-        "SELECT d.*, t.tier, t.score FROM documents AS d LEFT JOIN tiers AS t "
-        "ON t.doc_id = d.doc_id AND t.tier_version = (SELECT max(tier_version) FROM tier_versions)"
-    )
-    chosen = f"SELECT doc_id FROM ({facts}) WHERE (\n{predicate}\n)"
+    chosen = f"SELECT doc_id FROM ({documents_with_tiers(NEWEST)}) WHERE (\n{predicate}\n)"
     if with_rephrased:
         chosen = f"WITH c AS ({chosen}) SELECT doc_id FROM c UNION SELECT doc_id FROM documents WHERE parent_id IN (SELECT doc_id FROM c)"
     return catalog.query(

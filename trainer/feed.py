@@ -127,7 +127,7 @@ class Feed:
         content, data = pack_seen(seen)
         path = f"{run.island_folder(self._island)}/seen/{content}.npz"
         run.store.put_content(path, data)
-        stream = _open(run, catalog, island=self._island, weights=old.asked, tier_version=version, seen=seen)
+        stream = _mix(run, catalog, groups, island=self._island, weights=old.asked, tier_version=version, seen=seen)
         for name, group in stream.groups.items():
             group.begin(at_pass=carried[name].at_pass, rests=carried[name].rests)
         stream.carry_credits(old)
@@ -177,9 +177,22 @@ def _open(
     tier_version: int,
     seen: Mapping[str, Counts] | None,
 ) -> MixedStream:
+    groups = _groups(run, catalog, island, tier_version)
+    return _mix(run, catalog, groups, island=island, weights=weights, tier_version=tier_version, seen=seen)
+
+
+def _mix(
+    run: Run,
+    catalog: Catalog,
+    groups: Mapping[str, Group],
+    *,
+    island: int,
+    weights: Mapping[str, float],
+    tier_version: int,
+    seen: Mapping[str, Counts] | None,
+) -> MixedStream:
     config = run.config
     excluded = read_excluded(run) | _flagged(catalog)
-    groups = _groups(run, catalog, island, tier_version)
     origins = _shard_origins(catalog, config)
     streams = {
         name: GroupStream(

@@ -84,7 +84,7 @@ def groups_of(
         forbidden: shards that are passed over.
 
     Raises:
-        UserError: the expression isn't SQL over documents, or makes too many groups; or a weight is asked for a group that there isn't.
+        UserError: the expression isn't SQL over documents, or makes too many groups.
     """
     tiers = {shard_name(entry): tier for tier, entry in entries}
     by_group: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -94,11 +94,6 @@ class MixedStream:
             self._reweigh()
         return sequence
 
-    def exclude(self, documents: Collection[bytes]) -> None:
-        """Passes over these documents, and only these, from the next sequence on."""
-        for stream in self.groups.values():
-            stream.exclude(documents)
-
     def carry_credits(self, older: MixedStream) -> None:
         """Takes over what an older stream owes to the groups, so that the mix stays as asked across the change."""
         for name in self._names:

@@ -17,6 +17,7 @@ import xxhash
 
 from manifests.catalog import Catalog
 from manifests.errors import UserError
+from manifests.predicates import documents_with_tiers
 from manifests.store import Store
 from trainer.config import RunConfig
 from trainer.run import GLOBAL, Branch, Run, create_run, load_run, read_excluded
@@ -160,10 +161,7 @@ GROUP BY c.checkpoint
 
 
 def _matching(catalog: Catalog, config: RunConfig, predicate: str) -> list[bytes]:
-    facts = (
-        "SELECT d.*, t.tier, t.score FROM documents AS d LEFT JOIN tiers AS t "
-        f"ON t.doc_id = d.doc_id AND t.tier_version = {config.tier_version} WHERE d.split = 'train'"
-    )
+    facts = f"{documents_with_tiers(config.tier_version)} WHERE d.split = 'train'"
     found = catalog.query(f"SELECT doc_id FROM ({facts}) WHERE (\n{predicate}\n)")
     total = catalog.rows("SELECT count(*) AS n FROM documents WHERE split = 'train'")[0]["n"]
     if found.num_rows == 0:

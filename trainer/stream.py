@@ -192,11 +192,6 @@ class GroupStream:
         self.load_state({"pass": first, "first_pass": first, "index": 0, "offset": 0})
         self._rests = list(rests)
 
-    def exclude(self, excluded: Collection[bytes]) -> None:
-        """Passes over these documents, and only these, from the next token on."""
-        self._excluded = excluded
-        self._window = None
-
     def read_counts(self) -> npt.NDArray[np.uint8]:
         """How often each document, shard after shard, has been read so far, one that is begun included; NEVER: it isn't of the group."""
         seen = np.zeros(int(self._starts[-1]), dtype=np.uint8) if self._seen is None else self._seen

@@ -10,15 +10,15 @@ from manifests.errors import UserError
 from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
 from tools.output import STDERR, Format, print_answer
 
+WhereOption = Annotated[
+    str,
+    typer.Option(help="SQL condition over the columns of documents, and tier and score in the newest tier version."),
+]
+
 
 @app.command(rich_help_panel=KEEP)
 def forget(
-    where: Annotated[
-        str,
-        typer.Option(
-            help="SQL condition over the columns of documents, and tier and score in the newest tier version."
-        ),
-    ],
+    where: WhereOption,
     reason: Annotated[str, typer.Option(help="Why; goes into the tombstones.")],
     store: StoreOption = DEFAULT_STORE,
     with_rephrased: Annotated[
@@ -63,12 +63,7 @@ def forget(
 
 @app.command(rich_help_panel=KEEP)
 def flag(
-    where: Annotated[
-        str,
-        typer.Option(
-            help="SQL condition over the columns of documents, and tier and score in the newest tier version."
-        ),
-    ],
+    where: WhereOption,
     reason: Annotated[str, typer.Option(help="Why; kept beside the flag.")],
     store: StoreOption = DEFAULT_STORE,
     lift: Annotated[bool, typer.Option("--lift", help="Take the flags of these documents back.")] = False,
