@@ -86,6 +86,12 @@ RayOption = Annotated[
         "--ray", metavar="ADDRESS", help="Work on a Ray cluster: HOST:PORT, auto, or local to start one here."
     ),
 ]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(
+        help="With --ray: most pieces of work at once; two for each CPU by default. What comes out is the same."
+    ),
+]
 TokenizerOption = Annotated[
     str | None, typer.Option(help="Id of the store's tokenizer; only needed where it has several.")
 ]

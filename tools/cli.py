@@ -27,6 +27,7 @@ from tools.app import (
     SeedOption,
     StoreOption,
     TokenizerOption,
+    WorkersOption,
     app,
     catalog_of,
     model_of,
@@ -37,7 +38,6 @@ from tools.app import (
     say_done_before,
 )
 from tools.commands import ask, distill, keep, policy, retier, score, steer, tier
-from tools.commands.retier import WorkersOption
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:

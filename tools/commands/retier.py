@@ -13,19 +13,13 @@ from tools.app import (
     RayOption,
     StoreOption,
     TokenizerOption,
+    WorkersOption,
     app,
     opened,
     print_summary,
     print_views,
 )
 from tools.output import STDERR, Format
-
-WorkersOption = Annotated[
-    int | None,
-    typer.Option(
-        help="With --ray: most pieces of work at once; two for each CPU by default. What comes out is the same."
-    ),
-]
 
 
 @app.command(rich_help_panel=DATA)
