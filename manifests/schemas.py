@@ -471,7 +471,11 @@ _SPECS = [
             _field("clock", pa.list_(pa.int32()), "version seen of every fragment"),
             _field("parent", _ID, "the checkpoint before, null for the first", null=True),
             _field("merged", pa.list_(_ID), "for the global state: last island checkpoints that went into it"),
-            _field("object", _TEXT, "where the parameters lie in the store"),
+            _field(
+                "object",
+                _TEXT,
+                "where the parameters lie in the store; empty: nowhere, they follow from the checkpoint before by its stream and `inputs`",
+            ),
             _field("hash", _TEXT, "xxh3-128 of that object, hex"),
             _field("size_bytes", pa.int64(), "size of that object", unit="bytes"),
             _field("stream", _TEXT, "cursor of the stream, JSON"),
@@ -480,7 +484,9 @@ _SPECS = [
             _field("loss", pa.float64(), "mean training loss of the segment", null=True, unit="nats per token"),
             _field("holdout_loss", pa.float64(), "loss on the holdout", null=True, unit="nats per token"),
             _AT,
+            _field("inputs", _TEXT, "what came from outside in the round: merges received, by step, JSON", null=True),
         ],
+        version=2,
     ),
     _spec(
         "events",

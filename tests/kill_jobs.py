@@ -37,7 +37,8 @@ from trainer.config import RunConfig
 from trainer.island import Island, Receiver
 from trainer.rollback import apply_rollback, plan_rollback
 from trainer.run import create_run
-from trainer.syncer import Syncer, prepare_run
+from trainer.syncer import Syncer
+from trainer.tape import prepare_run
 
 RUN = "r"
 _MODEL = {

@@ -19,7 +19,7 @@ from tests.s3_proxy import S3Proxy
 from trainer.island import Island
 from trainer.plan import configure_run
 from trainer.run import create_run, load_run
-from trainer.syncer import prepare_run
+from trainer.tape import prepare_run
 
 SHARDS = ShardConfig(shard_bytes=8_000)
 MODEL = {

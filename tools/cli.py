@@ -5,7 +5,6 @@ Errors of ours become one line on stderr: exit code 2 for what the user can mend
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,6 @@ from tools.app import (
     DATA,
     DEFAULT_STORE,
     TRAIN,
-    DeviceOption,
     FormatOption,
     RayOption,
     RunOption,
@@ -30,20 +28,18 @@ from tools.app import (
     WorkersOption,
     app,
     catalog_of,
-    model_of,
     opened,
-    parse_weights,
     print_summary,
     print_views,
     say_done_before,
 )
-from tools.commands import ask, distill, keep, policy, retier, score, steer, tier
+from tools.commands import ask, distill, keep, policy, retier, score, steer, tier, train, watch
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
-COMMANDS = (ask, distill, keep, policy, retier, score, steer, tier)
+COMMANDS = (ask, distill, keep, policy, retier, score, steer, tier, train, watch)
 """Modules that add their commands by being imported."""
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
@@ -243,133 +239,6 @@ def view(
     print(f"StreamingDataset(local={str(out)!r}, remote={its_store.table_uri('pool')!r})")
 
 
-@app.command(rich_help_panel=TRAIN)
-def train(
-    store: StoreOption = DEFAULT_STORE,
-    run: RunOption = "main",
-    islands: Annotated[int, typer.Option(help="Island processes on this machine.")] = 4,
-    strategies: Annotated[
-        str,
-        typer.Option(
-            help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform."
-        ),
-    ] = "aggressive,balanced,conservative,adaptive",
-    steps: Annotated[int, typer.Option(help="Inner steps of each island.")] = 160,
-    batch_size: Annotated[int, typer.Option(help="Sequences in an inner step.")] = 8,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 128,
-    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 3e-3,
-    sync_every: Annotated[int, typer.Option(help="Inner steps between two syncs of a fragment (H).")] = 32,
-    fragments: Annotated[int, typer.Option(help="Fragments of the parameters (P).")] = 4,
-    quorum: Annotated[int, typer.Option(help="Islands that a merge needs at least (K).")] = 2,
-    outer_lr: Annotated[float, typer.Option(help="Learning rate of the outer step.")] = 0.7,
-    outer_momentum: Annotated[
-        float, typer.Option(help="Nesterov momentum of the outer step; a run of few outer steps wants little.")
-    ] = 0.9,
-    model: Annotated[
-        str | None, typer.Option(help="Hugging Face model configuration: a JSON file, or a local model folder.")
-    ] = None,
-    online_influence: Annotated[
-        bool,
-        typer.Option(
-            "--online-influence",
-            help="Measure what every span contributes to the descent of the holdout loss; `atoll ask online_influence` sums it up.",
-        ),
-    ] = False,
-    tier_version: Annotated[
-        int | None, typer.Option(help="Tier version to train on; the newest that has views by default.")
-    ] = None,
-    stay: Annotated[
-        bool,
-        typer.Option("--stay", help="Stay on the tier version; else islands go over to newer ones at a round's edge."),
-    ] = False,
-    max_repeats: Annotated[
-        int,
-        typer.Option(
-            help="How often a document may come again; a tier that runs out leaves its weight to the next one."
-        ),
-    ] = 4,
-    group_by: Annotated[
-        str,
-        typer.Option(
-            help="Mix other groups than the tiers: an SQL expression over the columns of documents, tier and score that names a document's group."
-        ),
-    ] = "",
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(help="Weights of the groups, as faq=.6,table=.4; again for each further island, taken in turn."),
-    ] = None,
-    seed: SeedOption = 0,
-    device: DeviceOption = "auto",
-) -> None:
-    """Train a run on this machine: a syncer and the islands, started again when they die. The same command continues an interrupted run.
-
-    Example: atoll train --run first --islands 4 --steps 160
-    """
-    from trainer.plan import configure_run
-    from trainer.run import create_run
-
-    its_store = opened(store)
-    config = configure_run(
-        its_store,
-        run=run,
-        tier_version=tier_version,
-        num_islands=islands,
-        strategies=tuple(name.strip() for name in strategies.split(",")),
-        steps=steps,
-        batch_size=batch_size,
-        seq_len=seq_len,
-        lr=lr,
-        sync_every=sync_every,
-        num_fragments=fragments,
-        quorum=min(quorum, islands),
-        outer_lr=outer_lr,
-        outer_momentum=outer_momentum,
-        model=model_of(model) or {},
-        online_influence=online_influence,
-        follow_tiers=not stay,
-        max_repeats=max_repeats,
-        group_by=group_by,
-        group_weights=tuple(parse_weights("--weights", text) for text in weights or ()),
-        seed=seed,
-        device=device,
-    )
-    create_run(its_store, config)
-    _launch(its_store, run)
-
-
-@app.command(rich_help_panel=TRAIN)
-def island(
-    run: Annotated[str, typer.Option("--run", help="Name of the run.")],
-    island: Annotated[int, typer.Option("--island", help="Number of the island, from 0.")],
-    store: StoreOption = DEFAULT_STORE,
-    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Run one island of a run, here; its status goes to stdout as JSON lines.
-
-    Example: atoll island --store s3://bucket/atoll --run first --island 2
-    """
-    _guard_parent(parent_pid)
-    from trainer.island import run_island
-
-    run_island(opened(store), run, island, emit=_print_json)
-
-
-@app.command(rich_help_panel=TRAIN)
-def syncer(
-    run: Annotated[str, typer.Option("--run", help="Name of the run.")],
-    store: StoreOption = DEFAULT_STORE,
-    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Hold the syncer's role of a run, here; its status goes to stdout as JSON lines.
-
-    Example: atoll syncer --store s3://bucket/atoll --run first
-    """
-    _guard_parent(parent_pid)
-    from trainer.syncer import run_syncer
-
-    run_syncer(opened(store), run, emit=_print_json)
-
-
 @rollback_app.command("plan")
 def rollback_plan(
     where: Annotated[str, typer.Option(help="SQL condition over the columns of documents, and tier and score.")],
@@ -409,7 +278,7 @@ def rollback_apply(
     branch = apply_rollback(its_store, plan)
     STDERR.print(f"branch: run {branch.name}")
     if not no_train:
-        _launch(its_store, branch.name)
+        train.launch_run(its_store, branch.name)
 
 
 @app.command(rich_help_panel=ASK)
@@ -519,33 +388,6 @@ def _usage_message(error: Exception) -> str | None:
 def _complain(message: str) -> None:
     one_line = " ".join(message.split())
     print(f"error: {one_line}", file=sys.stderr)
-
-
-def _launch(store: Store, run_name: str) -> None:
-    from manifests.catalog import Catalog
-    from tools.live import LiveView
-    from trainer.launch import launch
-    from trainer.run import load_run
-    from trainer.syncer import prepare_run
-
-    run = load_run(store, run_name)
-    if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
-        STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
-        return
-    prepare_run(run)
-    with LiveView(run.config) as on_status:
-        launch(run, command=[sys.executable, "-m", "tools.cli"], on_status=on_status)
-
-
-def _guard_parent(parent_pid: int | None) -> None:
-    if parent_pid is not None:
-        from trainer.launch import exit_with_parent
-
-        exit_with_parent(parent_pid)
-
-
-def _print_json(status: dict[str, Any]) -> None:
-    print(json.dumps(status), flush=True)
 
 
 def _print_plan(plan: Any, format_: Format) -> None:

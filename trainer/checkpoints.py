@@ -1,27 +1,29 @@
 """Island checkpoints: what is in one, how it's committed, and finding the one to start from.
 
-A checkpoint counts once its row stands in `checkpoints`. The consumption of its segment is appended before, under its id, and counts with it:
-what is recorded as consumed and what the parameters have seen never differ.
+Every round ends with a row in `checkpoints`. The consumption of the round is appended before, under its id, and counts with it: what is recorded as consumed and
+what the parameters have seen never differ. Once in an outer cycle, or less often, the row names an object that holds all that the island is. A row between says
+which merges came before which step: an island that starts again takes the whole checkpoint and makes the rounds since again from its stream and these,
+to the bit on a CPU, so that what it had sent is neither lost nor sent twice.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import xxhash
-from torch import nn
 
 from manifests.catalog import Catalog
 from manifests.errors import Failure, SequenceTaken
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append, read
-from trainer.model import parameters_of
+from trainer.drift import Drift, Sent
+from trainer.engine import Engine
 from trainer.run import Run
+from trainer.tape import Anatomy
 from trainer.wire import CorruptObject, object_hash, pack, unpack
 
 
@@ -35,14 +37,8 @@ class Progress:
     """Inner steps taken."""
     tier_tokens: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     """Tokens trained on, by tier."""
-    clock: list[int] = field(default_factory=list)
-    """Version seen of every fragment."""
-    fragment_tokens: list[int] = field(default_factory=list)
-    """Tokens since the last receipt of every fragment."""
-    fragment_steps: list[int] = field(default_factory=list)
-    """Steps since the last receipt of every fragment."""
-    parent: bytes | None = None
-    """Id of the checkpoint that this one follows."""
+    merge: int = 0
+    """Last merge of the tape that has been received."""
     sequence: int = 0
     """Feedback messages sent."""
     tier_losses: dict[str, float] = field(default_factory=dict)
@@ -54,6 +50,26 @@ class Progress:
     def tokens(self) -> int:
         """Tokens trained on."""
         return sum(self.tier_tokens.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What came to an island from outside in a round: with its stream it gives the round again, to the bit."""
+
+    receipts: list[tuple[int, int]] = field(default_factory=list)
+    """Step before which merges were put in place, and the last of them; of the island's first round also what it joined with."""
+    sent: bool = True
+    """Whether the fragment that was due went out; not where the one before it was still waiting for the link."""
+
+    def to_json(self) -> str:
+        """As the tables keep it."""
+        return json.dumps({"receipts": self.receipts, "sent": self.sent})
+
+    @staticmethod
+    def from_json(text: str) -> Inputs:
+        """What `to_json` wrote."""
+        loaded = json.loads(text)
+        return Inputs(receipts=[(step, merge) for step, merge in loaded["receipts"]], sent=loaded["sent"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,52 +94,111 @@ def checkpoint_id(*parts: object) -> bytes:
     return xxhash.xxh3_128_digest("/".join(str(part) for part in parts).encode())
 
 
-def save_island(
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whole:
+    """A checkpoint's object: all that an island is."""
+
+    path: str
+    data: bytes
+    replaces: str | None
+    """Object that it makes superfluous."""
+
+
+def pack_island(
+    run: Run,
+    *,
+    island: int,
+    incarnation: int,
+    engine: Engine,
+    drifts: Mapping[int, Drift],
+    progress: Progress,
+    replaces: str | None,
+) -> Whole:
+    """All that an island is, as one object: parameters, moments, random state, counters, and how it stands to the global fragments."""
+    tensors, steps = engine.state()
+    standing = []
+    for number, drift in sorted(drifts.items()):
+        tensors |= {f"received/{name}": value for name, value in drift.received.items()}
+        for round_, sent in drift.pending.items():
+            tensors |= {f"pending/{number}/{round_}/{part}": value for part, value in sent.parts.items()}
+        standing.append(
+            {
+                "version": drift.version,
+                "tokens": drift.tokens,
+                "steps": drift.steps,
+                "pending": {str(round_): dict(sent.said) for round_, sent in drift.pending.items()},
+            }
+        )
+    counters = {
+        "round": progress.round,
+        "step": progress.step,
+        "tier_tokens": progress.tier_tokens,
+        "merge": progress.merge,
+        "sequence": progress.sequence,
+        "tier_losses": progress.tier_losses,
+        "cycle_losses": progress.cycle_losses,
+    }
+    description = {
+        "run": run.name,
+        "island": island,
+        "progress": counters,
+        "fragments": standing,
+        "optimizer_steps": steps,
+    }
+    path = f"{run.island_folder(island)}/checkpoint-{progress.round:06d}-{incarnation:03d}.safetensors"
+    return Whole(path=path, data=pack(tensors, description), replaces=replaces)
+
+
+def load_island(
+    store: Store, row: Mapping[str, Any], *, engine: Engine, anatomy: Anatomy
+) -> tuple[Progress, dict[int, Drift]]:
+    """Puts a checkpoint's parameters, moments and random state in place.
+
+    Raises:
+        CorruptObject: the object isn't what was committed, or it's of another model.
+        ObjectMissing: it's gone.
+    """
+    data = store.get(row["object"])
+    if object_hash(data) != row["hash"]:
+        raise CorruptObject(f"{store.uri}/{row['object']} is not what was committed; restore it, or roll the run back")
+    tensors, description = unpack(data, name=row["object"])
+    if len(description["fragments"]) != len(anatomy.fragments) or any(
+        tuple(tensors[f"parameter/{name}"].shape) != shape if f"parameter/{name}" in tensors else True
+        for name, shape in anatomy.shapes.items()
+    ):
+        raise CorruptObject(f"{store.uri}/{row['object']} is a checkpoint of another model")
+    engine.load_state(tensors, description["optimizer_steps"])
+    drifts = {}
+    for number, standing in enumerate(description["fragments"]):
+        shapes = anatomy.shapes_of(number)
+        drift = Drift.at({name: tensors[f"received/{name}"] for name in shapes}, standing["version"])
+        for round_, said in sorted(standing["pending"].items(), key=lambda item: int(item[0])):
+            prefix = f"pending/{number}/{round_}/"
+            parts = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            drift.put_pending(int(round_), Sent(parts=parts, said=said))
+        drift.tokens, drift.steps = standing["tokens"], standing["steps"]
+        drifts[number] = drift
+    return Progress(**description["progress"]), drifts
+
+
+def checkpoint_row(
     run: Run,
     *,
     island: int,
     incarnation: int,
     identity: bytes,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    parent: bytes | None,
+    clock: list[int],
     progress: Progress,
+    inputs: Inputs,
+    whole: Whole | None,
     stream_state: str,
     mixture: Mixture,
     loss: float,
     holdout_loss: float | None,
-) -> str:
-    """Writes the object, then commits the row.
-
-    Returns:
-        The object's path.
-
-    Raises:
-        SequenceTaken: another incarnation of the island has committed this round; this one must stop.
-    """
-    tensors = {f"parameter/{name}": value for name, value in parameters_of(model).items()}
-    steps = {}
-    for name, parameter in model.named_parameters():
-        state = optimizer.state[parameter]
-        tensors[f"exp_avg/{name}"] = state["exp_avg"]
-        tensors[f"exp_avg_sq/{name}"] = state["exp_avg_sq"]
-        steps[name] = int(state["step"])
-    tensors["rng/torch"] = torch.get_rng_state()
-    counters = {
-        "round": progress.round,
-        "step": progress.step,
-        "tier_tokens": progress.tier_tokens,
-        "clock": progress.clock,
-        "fragment_tokens": progress.fragment_tokens,
-        "fragment_steps": progress.fragment_steps,
-        "sequence": progress.sequence,
-        "tier_losses": progress.tier_losses,
-        "cycle_losses": progress.cycle_losses,
-        "optimizer_steps": steps,
-    }
-    data = pack(tensors, {"run": run.name, "island": island, "progress": counters})
-    path = f"{run.island_folder(island)}/checkpoint-{progress.round:06d}-{incarnation:03d}.safetensors"
-    run.store.put_new(path, data)
-    row = {
+) -> dict[str, Any]:
+    """A row of `checkpoints` for the end of an island's round."""
+    return {
         "checkpoint": identity,
         "run": run.name,
         "island": island,
@@ -132,82 +207,77 @@ def save_island(
         "step": progress.step,
         "tokens": progress.tokens,
         **{f"tokens_{tier.lower()}": progress.tier_tokens[tier] for tier in TIERS},
-        "clock": progress.clock,
-        "parent": progress.parent,
+        "clock": clock,
+        "parent": parent,
         "merged": [],
-        "object": path,
-        "hash": object_hash(data),
-        "size_bytes": len(data),
+        "object": whole.path if whole else "",
+        "hash": object_hash(whole.data) if whole else "",
+        "size_bytes": len(whole.data) if whole else 0,
         "stream": stream_state,
         "mixture": mixture.to_json(),
-        "anchor": is_anchor(run, progress.round),
+        "anchor": whole is not None and is_anchor(run, progress.round),
         "loss": loss,
         "holdout_loss": holdout_loss,
+        "inputs": inputs.to_json(),
     }
-    committed = append(
-        run.store, "checkpoints", [row], writer=f"checkpoint/{run.name}/{island}", sequence=progress.round
-    )
+
+
+def commit_rounds(run: Run, island: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Commits rounds of an island, in their order.
+
+    Raises:
+        SequenceTaken: another incarnation of the island has committed one of them; this one must stop.
+    """
+    last = rows[-1]
+    committed = append(run.store, "checkpoints", rows, writer=f"checkpoint/{run.name}/{island}", sequence=last["round"])
     if (
         not committed
-        and identity not in read(run.store, "checkpoints", columns=["checkpoint"])["checkpoint"].to_pylist()
+        and last["checkpoint"] not in read(run.store, "checkpoints", columns=["checkpoint"])["checkpoint"].to_pylist()
     ):
         raise SequenceTaken(
-            f"island {island} of run {run.name} is being run elsewhere: round {progress.round} is committed by another process; "
+            f"island {island} of run {run.name} is being run elsewhere: round {last['round']} is committed by another process; "
             "this one stops, nothing of it counts"
         )
-    return path
 
 
-def is_anchor(run: Run, round_: int) -> bool:
-    """Whether the checkpoint after so many rounds is kept for rollback: one in each outer cycle, and the last."""
+def ends_cycle(run: Run, round_: int) -> bool:
+    """Whether a round is the last of an outer cycle, or of the run."""
     return round_ % run.config.num_fragments == 0 or round_ == run.config.num_rounds
 
 
-def last_checkpoint(run: Run, catalog: Catalog, island: int) -> dict[str, Any] | None:
-    """The row that an island starts from: its own last one, else the one that the branch names; None: it starts from the global state."""
-    own = catalog.rows(
-        "SELECT * FROM checkpoints WHERE run = ? AND island = ? ORDER BY round DESC LIMIT 1", [run.name, island]
-    )
-    if own:
-        return own[0]
+def is_anchor(run: Run, round_: int) -> bool:
+    """Whether the checkpoint after so many rounds is whole, and kept for rollback."""
+    return round_ % (run.config.num_fragments * run.config.checkpoint_cycles) == 0 or round_ == run.config.num_rounds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Resumption:
+    """Where an island goes on."""
+
+    whole: dict[str, Any] | None
+    """The row of its last whole checkpoint; None: from the global state."""
+    since: list[dict[str, Any]]
+    """The rows after it, to be taken again."""
+
+
+def last_checkpoint(run: Run, catalog: Catalog, island: int) -> Resumption:
+    """Where an island goes on: by its own rows, else the checkpoint that the branch names, else the global state."""
+    own = catalog.rows("SELECT * FROM checkpoints WHERE run = ? AND island = ? ORDER BY round", [run.name, island])
+    for index in range(len(own) - 1, -1, -1):
+        # A row may be there before its object: the death of the island came between, and the one before counts.
+        if own[index]["object"] and run.store.exists(own[index]["object"]):
+            return Resumption(whole=own[index], since=own[index + 1 :])
     named = run.branch.island_checkpoints.get(str(island)) if run.branch else None
     if named is None:
-        return None
+        return Resumption(whole=None, since=own)
     rows = catalog.rows("SELECT * FROM checkpoints WHERE checkpoint = ?", [bytes.fromhex(named)])
     if not rows:
         raise Failure(f"run {run.name} branches from checkpoint {named}, which the store doesn't have")
-    return rows[0]
+    return Resumption(whole=rows[0], since=own)
 
 
 def give_up_superseded(run: Run, catalog: Catalog, row: Mapping[str, Any]) -> None:
-    """Deletes the object of the checkpoint before one, where it is none to be kept: an island may have died before it did."""
-    for before in catalog.rows(
-        "SELECT object FROM checkpoints WHERE checkpoint = ? AND run = ? AND NOT anchor", [row["parent"], run.name]
-    ):
+    """Deletes the objects of the checkpoints before one, where they are none to be kept: an island may have died before it did."""
+    sql = "SELECT object FROM checkpoints WHERE run = ? AND island = ? AND round < ? AND NOT anchor AND object <> ''"
+    for before in catalog.rows(sql, [run.name, row["island"], row["round"]]):
         run.store.delete(before["object"])
-
-
-def load_island(
-    store: Store, row: Mapping[str, Any], *, model: nn.Module, optimizer: torch.optim.Optimizer
-) -> Progress:
-    """Puts a checkpoint's parameters, optimizer state and RNG in place.
-
-    Raises:
-        CorruptObject: the object isn't what was committed.
-        ObjectMissing: it's gone.
-    """
-    data = store.get(row["object"])
-    if object_hash(data) != row["hash"]:
-        raise CorruptObject(f"{store.uri}/{row['object']} is not what was committed; restore it, or roll the run back")
-    tensors, description = unpack(data, name=row["object"])
-    counters = description["progress"]
-    steps = counters.pop("optimizer_steps")
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(tensors[f"parameter/{name}"])
-        optimizer.state[parameter] = {
-            "step": torch.tensor(float(steps[name])),
-            "exp_avg": tensors[f"exp_avg/{name}"].to(parameter.device),
-            "exp_avg_sq": tensors[f"exp_avg_sq/{name}"].to(parameter.device),
-        }
-    torch.set_rng_state(tensors["rng/torch"])
-    return Progress(**counters, parent=row["checkpoint"])

@@ -28,6 +28,14 @@ def default_model(vocab_size: int) -> dict[str, Any]:
     }
 
 
+_CHOICES = {
+    "schedule": ("cosine", "wsd"),
+    "parallel": ("ddp", "fsdp"),
+    "wire": ("fp32", "bf16", "int8", "int4"),
+    "merge": ("rda", "mean"),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """How a run trains. Steps are inner steps of one island."""
@@ -65,20 +73,50 @@ class RunConfig:
     lr: float = 3e-3
     """Peak learning rate of the inner AdamW."""
     warmup_steps: int = 16
-    """Steps of linear warm-up; a cosine to a tenth of the peak follows."""
+    """Steps of linear warm-up."""
     weight_decay: float = 0.1
     gradient_clip: float = 1.0
     """Largest gradient norm of an inner step."""
+    schedule: str = "cosine"
+    """Course of the learning rate after its warm-up: "cosine" to a tenth of the peak, or "wsd": stays, and falls linearly to a tenth over the last fifth."""
+    micro_batch: int = 0
+    """Sequences that a rank's accelerator has at once; their gradients add up to the step's. 0: all."""
+    parallel: str = "ddp"
+    """How an island of several ranks (torchrun) shares the work: "ddp", each has the whole model, or "fsdp", each has a part of it (FSDP2)."""
+    compile: bool = False
+    """Whether the model goes through torch.compile."""
     num_fragments: int = 4
     """Fragments that the parameters are cut into (P)."""
     sync_every: int = 32
     """Inner steps between two syncs of the same fragment (H)."""
-    quorum: int = 2
+    overlap_steps: int = 0
+    """Inner steps that a fragment may be under way, from its sending to its receipt, before the syncer stops waiting for more islands (τ). 0: half of sync_every."""
+    keep: float = 1.0
+    """Share of what an island has learned of a fragment since it sent it that stays when the merged one comes; the paper's α = 0 is 0 here."""
+    wire: str = "int4"
+    """How outer gradients and merges travel: fp32, bf16, int8, or int4 with error feedback."""
+    merge: str = "rda"
+    """How outer gradients become one: "rda", radial-directional average (embeddings plainly), or "mean"."""
+    quorum: int = 1
     """Islands whose outer gradients a merge needs at least (K)."""
-    grace_s: float = 3.0
-    """How long a merge waits for the other islands once it has its quorum."""
-    max_staleness: int = 1
-    """Versions that an outer gradient's base may lie behind the fragment that it is merged into."""
+    grace: float = 0.8
+    """Share of the slack (overlap less what quorum and merge take) that a merge waits for the other islands once it has its quorum (γ)."""
+    max_staleness: int = 4
+    """Versions that an outer gradient's base may lie behind the fragment that it is merged into; what is older is dropped, and said so."""
+    max_distance: float = 1.0
+    """How far an island may be from the global parameters, as a share of their norm, before it is brought back to them."""
+    gate_norm: float = 8.0
+    """An outer gradient is kept out of the merge where its norm is above so many times the usual; 0: never."""
+    gate_cosine: float = -0.5
+    """… where its cosine to the mean of the others is below; −1: never."""
+    gate_holdout: float = 0.0
+    """… where the holdout loss of the tentative merge rises with it by more, nats per token; 0: it isn't measured, which saves the syncer that work."""
+    gate_strikes: int = 3
+    """Times running that an island is kept out before it is in quarantine, and that it must pass to come out of it."""
+    lease_s: float = 10.0
+    """How long the syncer may show no sign of life before another process takes its place."""
+    checkpoint_cycles: int = 1
+    """Outer cycles (of sync_every steps) between two whole checkpoints of an island; what lies between is taken again at a restart."""
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
@@ -111,6 +149,8 @@ class RunConfig:
             "holdout_sequences",
             "online_refresh",
             "online_sequences",
+            "checkpoint_cycles",
+            "gate_strikes",
         ):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 1 or more")
@@ -145,8 +185,18 @@ class RunConfig:
                 raise UserError(f"weight of group {bad[0]!r} is {weights[bad[0]]}; weights are numbers of 0 or more")
             if not sum(weights.values()) > 0:
                 raise UserError(f"the weights {dict(weights)} sum to 0; one of them must be above")
-        if self.max_staleness < 0 or self.warmup_steps < 0 or not self.grace_s >= 0:
-            raise UserError("max_staleness, warmup_steps and grace_s must be 0 or more")
+        for name in ("max_staleness", "warmup_steps", "overlap_steps", "micro_batch", "gate_norm", "gate_holdout"):
+            if not getattr(self, name) >= 0:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+        for name, low, high in (("grace", 0, 1), ("keep", 0, 1), ("gate_cosine", -1, 1)):
+            if not low <= getattr(self, name) <= high:
+                raise UserError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
+        for name in ("max_distance", "lease_s"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
+        for name, known in _CHOICES.items():
+            if getattr(self, name) not in known:
+                raise UserError(f"{name} is {getattr(self, name)!r}; it is one of {', '.join(known)}")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise UserError(f"device is {self.device!r}; it is auto, cpu, cuda or cuda:N")
         if not 0 < self.outer_lr <= 2:
@@ -162,6 +212,11 @@ class RunConfig:
     def round_steps(self) -> int:
         """Inner steps of a round: from one fragment falling due to the next one (H / P)."""
         return self.sync_every // self.num_fragments
+
+    @property
+    def tau(self) -> int:
+        """Steps that a fragment may be under way (τ)."""
+        return self.overlap_steps or max(1, self.sync_every // 2)
 
     @property
     def num_rounds(self) -> int:

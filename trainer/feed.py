@@ -53,7 +53,14 @@ class Feed:
     """An island's stream for its whole life."""
 
     def __init__(
-        self, run: Run, catalog: Catalog, *, island: int, weights: Mapping[str, float], state: str | None = None
+        self,
+        run: Run,
+        catalog: Catalog,
+        *,
+        island: int,
+        weights: Mapping[str, float],
+        state: str | None = None,
+        as_it_was: str | None = None,
     ) -> None:
         """
         Args:
@@ -62,6 +69,7 @@ class Feed:
             island: number of the island.
             weights: asked share of the sequences of each group.
             state: where to go on, from `state`; None: at the start.
+            as_it_was: a state whose data it shall be, whatever came since; what did is news then. None: what the catalog has.
 
         Raises:
             UserError: there is nothing to train on, or the policy keeps it all from the island.
@@ -71,9 +79,14 @@ class Feed:
         loaded = json.loads(state) if state is not None else {}
         self.tier_version: int = loaded.get("tier_version", run.config.tier_version)
         self._seen_path: str | None = loaded.get("seen")
-        # A version that came while nobody was here is taken at the first edge.
-        pinned = {name: version for name, version in catalog.versions.items() if name in _WATCHED}
-        self._watched = pinned if self._newest(catalog) == self.tier_version else {}
+        self.is_as_it_was = as_it_was is not None
+        if as_it_was is not None:
+            self._watched: dict[str, int] = json.loads(as_it_was)["watched"]
+            catalog = Catalog(run.store, at=self._watched)
+        else:
+            # A version that came while nobody was here is taken at the first edge.
+            pinned = {name: version for name, version in catalog.versions.items() if name in _WATCHED}
+            self._watched = pinned if self._newest(catalog) == self.tier_version else {}
         self.stream = self._open(catalog, weights)
         if loaded:
             self.stream.load_state(json.dumps(loaded["stream"]))
@@ -85,9 +98,14 @@ class Feed:
             {
                 "tier_version": self.tier_version,
                 "seen": self._seen_path if uneven else None,
+                "watched": self._watched,
                 "stream": json.loads(self.stream.state()),
             }
         )
+
+    def has_news(self) -> bool:
+        """Whether there's something new in the store."""
+        return self._versions() != self._watched
 
     def refresh(self) -> Taken | None:
         """Takes what is new in the store: to be called at a round's edge.
@@ -99,6 +117,7 @@ class Feed:
         if versions == self._watched:
             return None
         self._watched = versions
+        self.is_as_it_was = False
         catalog = Catalog(self._run.store)
         old = self.stream
         newest = self._newest(catalog)

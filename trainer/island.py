@@ -1,7 +1,8 @@
 """An island: inner AdamW steps on its own stream, fragments sent and received through the store. It never waits for anyone.
 
-A round is the inner steps from one fragment falling due to the next. It ends with a commit (consumption, then the checkpoint), and only then is the due fragment's
-outer gradient sent: what others build on is always on record.
+A round is the inner steps from one fragment falling due to the next. It ends with a record (consumption, then the checkpoint's row), and only then is the due
+fragment's outer gradient sent: what others build on is always on record. Records, sendings and checkpoints' objects are left to the background; a link that's too
+slow for a sending keeps its fragment's steps for the next one.
 """
 
 from __future__ import annotations
@@ -9,95 +10,69 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
 import socket
-import threading
+import statistics
 import time
-import uuid
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from manifests.catalog import Catalog
-from manifests.consumption import append_consumption
-from manifests.errors import AtollError, ObjectMissing, ObjectTaken
+from manifests.errors import ObjectMissing
 from manifests.jobs import canonical_json
 from manifests.schemas import TIERS
-from manifests.store import Store
 from manifests.tables import append
 from trainer.checkpoints import (
+    Inputs,
     Mixture,
     Progress,
+    Resumption,
+    Whole,
     checkpoint_id,
+    checkpoint_row,
+    ends_cycle,
     give_up_superseded,
     is_anchor,
     last_checkpoint,
     load_island,
-    save_island,
+    pack_island,
 )
+from trainer.drift import Drift, relative_distance
+from trainer.engine import make_engine
+from trainer.errands import Inline, Lane
 from trainer.feed import Feed, holdout_tokens
-from trainer.feedback import summarise_cycle
-from trainer.fragments import cut_fragments
-from trainer.model import (
-    build_model,
-    holdout_loss,
-    learning_rate,
-    make_optimizer,
-    parameters_of,
-    pick_device,
-    token_losses,
-)
-from trainer.online import OnlineInfluence
+from trainer.feedback import Feedback, summarise_cycle
+from trainer.members import claim_incarnation, say_finished
+from trainer.metrics import Metrics
+from trainer.model import learning_rate
+from trainer.receiver import Follower, Receipt, Receiver
 from trainer.recorder import SpanRecorder
+from trainer.records import RecordKeeper, Round, Sending
 from trainer.rights import island_rights
-from trainer.run import Run, load_run
+from trainer.run import Run
 from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
-from trainer.wire import pack, unpack
+from trainer.tape import anatomy_of, read_global
 
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
-
-_POLL_S = 0.2
-
-
-class Receiver(threading.Thread):
-    """Watches for merged fragments and fetches them, so that no step waits for the store."""
-
-    def __init__(self, run: Run, clock: list[int]) -> None:
-        super().__init__(name="receiver", daemon=True)
-        self._run = run
-        self._clock = list(clock)
-        self.arrived: queue.SimpleQueue[tuple[int, int, dict[str, torch.Tensor]] | AtollError] = queue.SimpleQueue()
-        self.stopping = threading.Event()
-
-    def run(self) -> None:
-        """Polls until told to stop; an error ends it and is handed over."""
-        try:
-            while not self.stopping.is_set():
-                for fragment in range(len(self._clock)):
-                    self._fetch_newest(fragment)
-                self.stopping.wait(_POLL_S)
-        except AtollError as e:
-            self.arrived.put(e)
-
-    def _fetch_newest(self, fragment: int) -> None:
-        version = self._clock[fragment]
-        while self._run.store.exists(self._run.global_path(fragment, version + 1)):
-            version += 1
-        if version > self._clock[fragment]:
-            path = self._run.global_path(fragment, version)
-            tensors, _ = unpack(self._run.store.get(path), name=path)
-            self._clock[fragment] = version
-            self.arrived.put((fragment, version, tensors))
 
 
 class Island:
     """One island's life, from where it was left to the run's last step."""
 
-    def __init__(self, run: Run, island: int, *, emit: Emit) -> None:
+    def __init__(
+        self, run: Run, island: int, *, emit: Emit, metrics: Metrics | None = None, in_background: bool = True
+    ) -> None:
         """Takes the next incarnation's number and puts the last checkpoint, or the global state, in place.
+
+        Args:
+            run: the run.
+            island: its number.
+            emit: told every step.
+            metrics: told every step and round.
+            in_background: False: the store is waited for, and looked at once a round; for what must come out the same every time.
 
         Raises:
             AtollError: the run's data can't be read, or the checkpoint is damaged.
@@ -105,46 +80,33 @@ class Island:
         self.run = run
         self.island = island
         self.emit = emit
+        self.metrics = metrics
         config = run.config
         catalog = Catalog(run.store)
-        self.device = pick_device(config.device)
-        self.model = build_model(config).to(self.device)
-        self.optimizer = make_optimizer(self.model, config)
-        self.parameters = parameters_of(self.model)
-        self.fragments = cut_fragments({n: p.numel() for n, p in self.parameters.items()}, config.num_fragments)
-        self.base: dict[str, torch.Tensor] = {}
-        self.holdout = holdout_tokens(run, catalog).to(self.device)
-        self.online = (
-            OnlineInfluence(self.model, self.optimizer, self.holdout, config) if config.online_influence else None
-        )
-
+        self.holdout = holdout_tokens(run, catalog)
+        self.engine = make_engine(config, holdout_NL=self.holdout)
+        self.anatomy = anatomy_of(run, self.engine.model)
         self.rights = island_rights(config, catalog, island).both
-        row = last_checkpoint(run, catalog, island)
-        decision = None
-        if row is None:
-            self.mixture, decision = self._first_mixture(config.tier_version)
-            num_fragments = len(self.fragments)
-            self.progress = Progress(
-                clock=[-1] * num_fragments, fragment_tokens=[0] * num_fragments, fragment_steps=[0] * num_fragments
-            )
-        else:
-            self.mixture = Mixture.from_json(row["mixture"])
-            self.progress = load_island(run.store, row, model=self.model, optimizer=self.optimizer)
-            give_up_superseded(run, catalog, row)
-        self.feed = Feed(
-            run, catalog, island=island, weights=self.mixture.weights, state=row["stream"] if row else None
-        )
+        self.incarnation = claim_incarnation(run, island)
+        self._in_background = in_background
+        self._keeper = RecordKeeper(run, island, incarnation=self.incarnation, in_background=in_background)
+        self._bulk: Lane | Inline = Lane(f"checkpoints of island {island}") if in_background else Inline()
+        self._receiver: Receiver | None = None
+        self._spans = SpanRecorder()
+        self._decided: list[tuple[Decision, str]] = []
+        self._step_times: list[float] = []
+        self._replaceable: str | None = None
+        self._data_changed = False
+        self._parent: bytes | None = None
+        self._receipts: list[tuple[int, int]] = []
+
+        resumption = last_checkpoint(run, catalog, island)
+        decision = self._begin(resumption, catalog)
         self._passes = self._finished_passes()
         self._exhausted = list(self.feed.stream.exhausted)
-        self.incarnation = self._claim_incarnation()
-        self._record_mixture("as checkpointed" if row is not None else "first assignment", decision)
-        self._resume_fragments()
+        self._record_mixture("first assignment" if decision is not None else "as checkpointed", decision)
         self._event("island_joined", step=self.progress.step, pid=os.getpid(), host=socket.gethostname())
-
-        self._spans = SpanRecorder()
-        self._previous_path: str | None = row["object"] if row is not None and row["run"] == run.name else None
-        self._previous_anchor = row is not None and row["anchor"]
-        self._step_times: list[float] = []
+        self._note("state", state="joined", step=self.progress.step)
 
     def train(self) -> None:
         """Takes the steps that are left, round by round, then says that it has finished.
@@ -152,81 +114,375 @@ class Island:
         Raises:
             AtollError: the store is lost for longer than its retries, or another process runs this island.
         """
-        config = self.run.config
-        receiver = Receiver(self.run, self.progress.clock)
-        receiver.start()
+        self.begin()
         try:
-            while self.progress.round < config.num_rounds:
-                self._take_new_data()
-                losses = []
-                for _ in range(config.round_steps):
-                    self._receive(receiver)
-                    losses.append(self._step())
-                self._close_round(sum(losses) / len(losses))
+            while self.progress.round < self.run.config.num_rounds:
+                self.train_round()
+            self.finish()
         finally:
-            receiver.stopping.set()
-            self.feed.close()
-        for fragment in range(len(self.fragments)):
-            self._send(fragment)
-        self.run.store.put_content(
-            self.run.finished_path(self.island), json.dumps({"step": self.progress.step}).encode()
-        )
+            self.close()
+
+    def begin(self) -> None:
+        """Starts to look for merges in the background."""
+        if self._in_background:
+            self._receiver = Receiver(self._follower, has_news=self.feed.has_news)
+            self._receiver.start()
+
+    def train_round(self) -> None:
+        """The steps of one round, and its record."""
+        losses = []
+        for _ in range(self.run.config.round_steps):
+            self._receive()
+            losses.append(self._step())
+        self._close_round(sum(losses) / len(losses))
+
+    def finish(self) -> None:
+        """Sends what is left of every fragment, waits until all is in the store, and says so."""
+        progress = self.progress
+        self._keeper.drain()
+        assert self._parent is not None, "a run has rounds"
+        for number in range(len(self.anatomy.fragments)):
+            sending = self._sending(number, round_=progress.round + 1, identity=self._parent)
+            if sending is not None:
+                self._keeper.send(sending)
+        self._keeper.drain()
+        self._bulk.drain()
+        say_finished(self.run, self.island, step=progress.step)
+        self._note("state", state="finished", step=progress.step)
         self._status("finished")
+
+    def leave(self) -> None:
+        """Waits until all that the rounds so far have left to the background is in the store."""
+        self._keeper.drain()
+        self._bulk.drain()
+
+    def close(self) -> None:
+        """Stops all that runs in the background."""
+        if self._receiver is not None:
+            self._receiver.stopping.set()
+        self._keeper.close()
+        self._bulk.close()
+        self.feed.close()
+        self.engine.close()
+
+    # Beginning: from a whole checkpoint and the rounds since, or from the global state.
+
+    def _begin(self, resumption: Resumption, catalog: Catalog) -> Decision | None:
+        whole = resumption.whole
+        decision = None
+        if whole is None:
+            self.progress = Progress()
+            first = Inputs.from_json(resumption.since[0]["inputs"]).receipts[0] if resumption.since else None
+            followed = read_global(self.run, self.anatomy, merge=first[1] if first else None)
+            self.drifts = {
+                number: Drift.at(parameters, followed.versions[number])
+                for number, parameters in enumerate(followed.parameters)
+            }
+            for parameters in followed.parameters:
+                self.engine.write(parameters)
+            self.progress.merge = followed.merge
+            if resumption.since:
+                self.mixture = Mixture.from_json(resumption.since[0]["mixture"])
+            else:
+                self.mixture, decision = self._first_mixture(self.run.config.tier_version)
+        else:
+            self.mixture = Mixture.from_json(whole["mixture"])
+            self.progress, self.drifts = load_island(self.run.store, whole, engine=self.engine, anatomy=self.anatomy)
+            followed = read_global(self.run, self.anatomy, merge=max(self.progress.merge, self._first_merge()))
+            self._parent = whole["checkpoint"]
+            if whole["run"] == self.run.name:
+                self._replaceable = whole["object"] if not whole["anchor"] else None
+                give_up_superseded(self.run, catalog, whole)
+        self._follower = Follower(self.run, self.anatomy, self.island, followed)
+        self.feed = Feed(
+            self.run,
+            catalog,
+            island=self.island,
+            weights=self.mixture.weights,
+            state=whole["stream"] if whole else None,
+            as_it_was=resumption.since[0]["stream"] if resumption.since else None,
+        )
+        # A branch begins at a merge that its parent's island may not have seen.
+        self._install([r for r in self._follower.all_receipts() if r.version != self.drifts[r.fragment].version])
+        self._receipts = [(0, followed.merge)] if whole is None else []
+        self._resend()
+        self._take_again(resumption.since)
+        if self.progress.round > 0 and self.feed.has_news():
+            self._take_new_data()
+        return decision
+
+    def _first_merge(self) -> int:
+        """The merge that the run's tape begins after."""
+        return self.run.branch.merge if self.run.branch is not None else 0
+
+    def _resend(self) -> None:
+        """Sends again what a dead incarnation may not have sent; what is there stays as it is."""
+        for number, drift in self.drifts.items():
+            for round_, sent in drift.pending.items():
+                self._keeper.send(
+                    Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
+                )
+
+    def _take_again(self, rows: list[dict[str, Any]]) -> None:
+        """Takes the rounds again that were recorded after the whole checkpoint: same data, same merges at the same steps."""
+        for row in rows:
+            inputs = Inputs.from_json(row["inputs"])
+            receipts = [receipt for receipt in inputs.receipts if receipt[1] > self.progress.merge]
+            try:
+                losses = []
+                for _ in range(self.run.config.round_steps):
+                    while receipts and receipts[0][0] <= self.progress.step:
+                        self._install(self._follower.up_to(receipts.pop(0)[1]))
+                    losses.append(self._step())
+            except ObjectMissing as e:
+                # A shard of these rounds was erased since. What they taught and wasn't sent is lost; no document comes twice.
+                self._event("rounds_lost", rounds=[r["round"] for r in rows], why=str(e))
+                self._skip_to(rows[-1])
+                return
+            self._spans.take(run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=b"")
+            self.progress.round += 1
+            self._end_round(sum(losses) / len(losses), again=Mixture.from_json(row["mixture"]))
+            if inputs.sent:
+                sending, _ = self._send_due(row["checkpoint"])
+                if sending is not None:
+                    self._keeper.send(sending)
+            self._parent = row["checkpoint"]
+            self._receipts = []
+
+    def _skip_to(self, row: dict[str, Any]) -> None:
+        progress = self.progress
+        progress.round, progress.step = row["round"], row["step"]
+        progress.tier_tokens = {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
+        self.mixture = Mixture.from_json(row["mixture"])
+        self.feed.close()
+        self.feed = Feed(
+            self.run, Catalog(self.run.store), island=self.island, weights=self.mixture.weights, state=row["stream"]
+        )
+        self._spans = SpanRecorder()
+        self._parent = row["checkpoint"]
+
+    # A step.
 
     def _step(self) -> float:
         began = time.monotonic()
         config = self.run.config
         sequences = [self._next_sequence() for _ in range(config.batch_size)]
-        tokens_BL = torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in sequences]).to(self.device)
-        lr = learning_rate(self.progress.step + 1, config)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        if self.online is not None:
-            self.online.prepare(self.progress.step)
-        losses_BL = token_losses(self.model, tokens_BL)
-        loss = losses_BL.mean()
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.gradient_clip)
-        self.optimizer.step()
-        contributions_BL = self.online.take(lr=lr, norm=norm) if self.online is not None else None
-
+        tokens_BL = torch.stack([torch.from_numpy(s.tokens.astype("int64")) for s in sequences])
         progress = self.progress
+        lr = learning_rate(progress.step + 1, config)
+        stepped = self.engine.step(tokens_BL, lr=lr, step=progress.step)
         progress.step += 1
         num_tokens = tokens_BL.numel()
-        for fragment in range(len(self.fragments)):
-            progress.fragment_tokens[fragment] += num_tokens
-            progress.fragment_steps[fragment] += 1
-        self._record(sequences, losses_BL.detach().cpu(), contributions_BL)
+        for drift in self.drifts.values():
+            drift.tokens += num_tokens
+            drift.steps += 1
+        contributions = stepped.contributions_BL.numpy() if stepped.contributions_BL is not None else None
+        self._spans.record(progress.step, sequences, stepped.losses_BL.numpy(), contributions)
+        for sequence, loss in zip(sequences, stepped.losses_BL.mean(dim=1).tolist(), strict=True):
+            for tier, tokens in zip(sequence.columns.tiers, sequence.columns.tokens.tolist(), strict=True):
+                progress.tier_tokens[tier] += tokens
+            if sequence.group in progress.cycle_losses:  # feedback speaks of tiers
+                progress.cycle_losses[sequence.group].append(loss)
+        mean_loss = float(stepped.losses_BL.mean())
         seconds = time.monotonic() - began
         self._step_times.append(seconds)
-        mean_loss = float(loss.detach())
         self._status("training", loss=mean_loss, tokens_per_s=num_tokens / seconds)
+        if self.metrics is not None:
+            self.metrics.note_step(step=progress.step, loss=mean_loss, lr=lr, tokens=num_tokens, seconds=seconds)
         return mean_loss
-
-    def _record(
-        self, sequences: list[Sequence], losses_BL: torch.Tensor, contributions_BL: torch.Tensor | None
-    ) -> None:
-        """Notes every span of the step for the consumption table."""
-        contributions = contributions_BL.cpu().numpy() if contributions_BL is not None else None
-        self._spans.record(self.progress.step, sequences, losses_BL.float().numpy(), contributions)
-        for sequence, loss in zip(sequences, losses_BL.mean(dim=1).tolist(), strict=True):
-            for tier, tokens in zip(sequence.columns.tiers, sequence.columns.tokens.tolist(), strict=True):
-                self.progress.tier_tokens[tier] += tokens
-            if sequence.group in self.progress.cycle_losses:  # feedback speaks of tiers
-                self.progress.cycle_losses[sequence.group].append(loss)
 
     def _next_sequence(self) -> Sequence:
         try:
             return self.feed.stream.next_sequence()
         except ObjectMissing:
             # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
+            if self.feed.is_as_it_was:
+                raise
             self._take_new_data()
             return self.feed.stream.next_sequence()
 
+    def _receive(self) -> None:
+        """Puts merged fragments that have arrived under what the island has learned since (drift.py)."""
+        if self._receiver is None:
+            return
+        self._keeper.check()
+        self._bulk.check()
+        self._install(self._receiver.take())
+
+    def receive_now(self) -> None:
+        """Looks for merges at once and puts them in place."""
+        receipts: dict[int, Receipt] = {}
+        while arrived := self._follower.next_receipts():
+            receipts |= {receipt.fragment: receipt for receipt in arrived}
+        self._install([receipts[number] for number in sorted(receipts)])
+
+    def _install(self, receipts: list[Receipt]) -> None:
+        if not receipts:
+            return
+        for receipt in receipts:
+            drift = self.drifts[receipt.fragment]
+            parameters = drift.receive(
+                receipt.parameters,
+                receipt.version,
+                self.engine.read(self.anatomy.fragments[receipt.fragment]),
+                merged_round=receipt.merged_round,
+                keep=self.run.config.keep,
+            )
+            self.engine.write(parameters)
+        self.progress.merge = max(receipt.merge for receipt in receipts)
+        self._receipts.append((self.progress.step, self.progress.merge))
+
+    # The end of a round.
+
+    def _close_round(self, loss: float) -> None:
+        """Leaves the record of the round to the background, and the fragment that falls due."""
+        progress = self.progress
+        progress.round += 1
+        if self._has_news():
+            self._take_new_data()
+        measured = self._end_round(loss, again=None)
+        identity = checkpoint_id(self.run.name, self.island, self.incarnation, progress.round)
+        sending, sent = self._send_due(identity)
+        whole = self._pack_if_due()
+        row = checkpoint_row(
+            self.run,
+            island=self.island,
+            incarnation=self.incarnation,
+            identity=identity,
+            parent=self._parent,
+            clock=[drift.version for _, drift in sorted(self.drifts.items())],
+            progress=progress,
+            inputs=Inputs(receipts=self._receipts, sent=sent),
+            whole=whole,
+            stream_state=self.feed.state(),
+            mixture=self.mixture,
+            loss=loss,
+            holdout_loss=measured,
+        )
+        spans = self._spans.take(
+            run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=identity
+        )
+        self._keeper.record(Round(row=row, spans=spans, sending=sending))
+        if whole is not None:
+            self._bulk.add(lambda: self._store_whole(whole))
+            self._replaceable = whole.path if not row["anchor"] else None
+        self._parent = identity
+        self._receipts = []
+        self._note_repeats()
+        self._note(
+            "round",
+            round=progress.round,
+            step=progress.step,
+            strategy=self.mixture.strategy,
+            mix=dict(self.feed.stream.weights),
+            backlog=self._keeper.backlog,
+            bytes_up=self._keeper.bytes_up,
+            bytes_down=self._follower.bytes_down,
+            merge=progress.merge,
+            checkpoint=whole is not None,
+        )
+
+    def _end_round(self, loss: float, *, again: Mixture | None) -> float | None:
+        """At the end of an outer cycle measures, and sends the feedback; moves the mix.
+
+        Args:
+            loss: mean training loss of the round, nats per token.
+            again: the mix after the round, where it's on record already.
+
+        Returns:
+            The holdout loss, where it was measured.
+        """
+        measured = None
+        if ends_cycle(self.run, self.progress.round):
+            measured = self.engine.holdout_loss(self.holdout)
+            self._end_cycle(loss, measured, again=again is not None)
+            self._hold_near()
+        if again is None:
+            self._move_mix()
+        elif again != self.mixture:
+            self._set_mix(again)
+        return measured
+
+    def _pack_if_due(self) -> Whole | None:
+        """All that the island is, where the round ends with a whole checkpoint."""
+        if self._data_changed:
+            self._bulk.drain()  # the round can't be taken again from the checkpoint before
+        elif not is_anchor(self.run, self.progress.round):
+            return None
+        elif self._bulk.backlog > 0 and self.progress.round < self.run.config.num_rounds:
+            return None  # the link hasn't carried the last one yet
+        self._data_changed = False
+        return pack_island(
+            self.run,
+            island=self.island,
+            incarnation=self.incarnation,
+            engine=self.engine,
+            drifts=self.drifts,
+            progress=self.progress,
+            replaces=self._replaceable,
+        )
+
+    def _store_whole(self, whole: Whole) -> None:
+        self.run.store.put_new(whole.path, whole.data)
+        if whole.replaces is not None:
+            self.run.store.delete(whole.replaces)
+
+    def _send_due(self, identity: bytes) -> tuple[Sending | None, bool]:
+        """The sending of the fragment that is due, and whether there was one to make; a fragment waits whose last sending hasn't left yet."""
+        due = (self.progress.round - 1) % self.run.config.num_fragments
+        if due >= len(self.anatomy.fragments):
+            return None, True
+        if self._keeper.is_unsent(due):
+            return None, False
+        return self._sending(due, round_=self.progress.round, identity=identity), True
+
+    def _sending(self, number: int, *, round_: int, identity: bytes) -> Sending | None:
+        drift = self.drifts[number]
+        if drift.steps == 0:
+            return None
+        parameters = self.engine.read(self.anatomy.fragments[number])
+        if not all(bool(torch.isfinite(value).all()) for value in parameters.values()):
+            self._bring_back("its parameters are not finite")
+            return None
+        said = {
+            "run": self.run.name,
+            "island": self.island,
+            "round": round_,
+            "fragment": number,
+            "base_version": drift.version,
+            "checkpoint": identity.hex(),
+            "step": self.progress.step,
+            "tokens": drift.tokens,
+            "steps": drift.steps,
+            "step_time_s": round(statistics.median(self._step_times[-32:]), 6) if self._step_times else 0.0,
+        }
+        sent = drift.send(parameters, round_=round_, wire=self.run.config.wire, said=said)
+        return Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
+
+    def _hold_near(self) -> None:
+        """Brings the island back to the global parameters where it has gone too far from them."""
+        parameters = self.engine.read(list(self.anatomy.shapes))
+        distance = relative_distance(self.drifts, parameters)
+        if not distance <= self.run.config.max_distance:
+            self._bring_back(f"its distance from the global parameters is {distance:.3f} of their norm")
+
+    def _bring_back(self, why: str) -> None:
+        for drift in self.drifts.values():
+            self.engine.write(drift.bring_back())
+        self._event("brought_back", step=self.progress.step, why=why)
+        self._note("state", state="brought_back", step=self.progress.step)
+
+    # New data, repeats.
+
+    def _has_news(self) -> bool:
+        return self._receiver.news.is_set() if self._receiver is not None else self.feed.has_news()
+
     def _take_new_data(self) -> None:
         """Goes over to what is new in the store, and says so."""
+        if self._receiver is not None:
+            self._receiver.news.clear()
         taken = self.feed.refresh()
+        self._data_changed = True
         if taken is None:
             return
         self._event(
@@ -257,44 +513,10 @@ class Island:
     def _finished_passes(self) -> dict[str, int]:
         return {name: group.passes for name, group in self.feed.stream.groups.items()}
 
-    def _close_round(self, loss: float) -> None:
-        """Commits what the round did, then sends the fragment that falls due."""
-        progress = self.progress
-        due = progress.round % len(self.fragments)
-        progress.round += 1
-        ends_cycle = is_anchor(self.run, progress.round)
-        measured = holdout_loss(self.model, self.holdout) if ends_cycle else None
-        if ends_cycle and measured is not None:
-            self._end_cycle(loss, measured)
-        identity = checkpoint_id(self.run.name, self.island, self.incarnation, progress.round)
-        append_consumption(
-            self.run.store,
-            self._spans.take(run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=identity),
-            writer=f"consumption/{self.run.name}/{self.island}/{self.incarnation}",
-            sequence=progress.round,
-        )
-        path = save_island(
-            self.run,
-            island=self.island,
-            incarnation=self.incarnation,
-            identity=identity,
-            model=self.model,
-            optimizer=self.optimizer,
-            progress=progress,
-            stream_state=self.feed.state(),
-            mixture=self.mixture,
-            loss=loss,
-            holdout_loss=measured,
-        )
-        progress.parent = identity
-        self._note_repeats()
-        self._send(due)
-        if self._previous_path is not None and not self._previous_anchor:
-            self.run.store.delete(self._previous_path)
-        self._previous_path, self._previous_anchor = path, ends_cycle
+    # The mix.
 
-    def _end_cycle(self, loss: float, measured: float) -> None:
-        """Sends the feedback of an outer cycle, and moves the mix at its edge."""
+    def _end_cycle(self, loss: float, measured: float, *, again: bool) -> None:
+        """Sends the feedback of an outer cycle, and asks for the mix anew: the feedback moves it, or somebody has edited the strategy."""
         progress = self.progress
         progress.sequence += 1
         message, tier_losses = summarise_cycle(
@@ -304,29 +526,37 @@ class Island:
             previous_tier_losses=progress.tier_losses,
             step_times_s=self._step_times,
         )
-        row = {"run": self.run.name, "island": self.island, "sequence": progress.sequence, "round": progress.round}
+        progress.tier_losses = tier_losses
+        progress.cycle_losses = {tier: [] for tier in TIERS}
+        self._step_times = []
+        if not again:
+            sequence, round_, mixture = progress.sequence, progress.round, self.mixture
+            self._keeper.add(lambda: self._publish(message, sequence=sequence, round_=round_, mixture=mixture))
+
+    def _publish(self, message: Feedback, *, sequence: int, round_: int, mixture: Mixture) -> None:
+        row = {"run": self.run.name, "island": self.island, "sequence": sequence, "round": round_}
         append(
             self.run.store,
             "feedback",
             [row | message.to_row()],
             writer=f"feedback/{self.run.name}/{self.island}",
-            sequence=progress.sequence,
+            sequence=sequence,
         )
-        progress.tier_losses = tier_losses
-        progress.cycle_losses = {tier: [] for tier in TIERS}
-        self._step_times = []
-        self._move_mix()
+        if not self.run.config.group_by:
+            decision = self._decide(mixture.strategy, sequence=sequence, previous=mixture.weights)
+            self._decided.append((decision, f"feedback {sequence}, up to round {round_}"))
 
     def _move_mix(self) -> None:
-        """Asks for the mix anew: the feedback has moved it, or somebody has edited the strategy."""
-        if self.run.config.group_by:
-            return
-        strategy = self.mixture.strategy
-        decision = self._decide(strategy, sequence=self.progress.sequence, previous=self.mixture.weights)
-        if decision.weights != dict(self.mixture.weights):
-            self.mixture = Mixture(strategy=strategy, weights=decision.weights)
-            self.feed.stream.set_weights(decision.weights)
-            self._record_mixture(f"feedback {self.progress.sequence}, up to round {self.progress.round}", decision)
+        """Takes the mix that has been decided on meanwhile."""
+        while self._decided:
+            decision, reason = self._decided.pop(0)
+            if decision.weights != dict(self.mixture.weights):
+                self._set_mix(Mixture(strategy=self.mixture.strategy, weights=decision.weights))
+                self._record_mixture(reason, decision)
+
+    def _set_mix(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+        self.feed.stream.set_weights(mixture.weights)
 
     def _first_mixture(self, tier_version: int) -> tuple[Mixture, Decision | None]:
         config = self.run.config
@@ -349,72 +579,7 @@ class Island:
             **more,
         )
 
-    def _send(self, fragment: int) -> None:
-        """Sends a fragment's outer gradient against the version that it started from; twice is as good as once."""
-        progress = self.progress
-        if progress.fragment_steps[fragment] == 0:
-            return
-        names = self.fragments[fragment]
-        gradient = {name: self.base[name] - self.parameters[name] for name in names}
-        assert progress.parent is not None
-        description = {
-            "run": self.run.name,
-            "island": self.island,
-            "round": progress.round,
-            "fragment": fragment,
-            "base_version": progress.clock[fragment],
-            "checkpoint": progress.parent.hex(),
-            "step": progress.step,
-            "tokens": progress.fragment_tokens[fragment],
-            "steps": progress.fragment_steps[fragment],
-        }
-        folder = self.run.outer_folder(fragment, progress.clock[fragment])
-        self.run.store.put_content(
-            f"{folder}/{self.island:04d}-{progress.round:06d}.safetensors", pack(gradient, description)
-        )
-
-    def _receive(self, receiver: Receiver) -> None:
-        """Puts merged fragments that have arrived in place of the island's own (α = 0, Decoupled DiLoCo)."""
-        while not receiver.arrived.empty():
-            item = receiver.arrived.get()
-            if isinstance(item, AtollError):
-                raise item
-            fragment, version, tensors = item
-            self._install(fragment, version, tensors)
-
-    def _install(self, fragment: int, version: int, tensors: dict[str, torch.Tensor]) -> None:
-        for name in self.fragments[fragment]:
-            self.base[name] = tensors[name].to(self.device)
-            self.parameters[name].copy_(self.base[name])
-        self.progress.clock[fragment] = version
-        self.progress.fragment_tokens[fragment] = 0
-        self.progress.fragment_steps[fragment] = 0
-
-    def _resume_fragments(self) -> None:
-        """Sends what a dead incarnation may not have sent, then takes the newest global fragments."""
-        progress = self.progress
-        newest = [self.run.newest_version(fragment) for fragment in range(len(self.fragments))]
-        due = (progress.round - 1) % len(self.fragments)
-        for fragment, version in enumerate(newest):
-            path = self.run.global_path(fragment, version)
-            tensors, _ = unpack(self.run.store.get(path), name=path)
-            if version > progress.clock[fragment]:
-                self._install(fragment, version, tensors)
-                continue
-            for name in self.fragments[fragment]:
-                self.base[name] = tensors[name].to(self.device)
-            if progress.round > 0 and fragment == due:
-                self._send(fragment)
-
-    def _claim_incarnation(self) -> int:
-        incarnation = 0
-        claim = json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "nonce": uuid.uuid4().hex}).encode()
-        while True:
-            try:
-                self.run.store.put_new(f"{self.run.island_folder(self.island)}/incarnations/{incarnation:03d}", claim)
-                return incarnation
-            except ObjectTaken:
-                incarnation += 1
+    # What is said of it.
 
     def _record_mixture(self, reason: str, decision: Decision | None) -> None:
         weights = self.feed.stream.weights
@@ -433,7 +598,7 @@ class Island:
             "inputs": decision.inputs if decision else "{}",
             "weights": canonical_json(weights),
         }
-        append(self.run.store, "mixtures", [row])
+        self._keeper.add(lambda: append(self.run.store, "mixtures", [row]))
 
     def _event(self, kind: str, **detail: Any) -> None:
         row = {
@@ -443,7 +608,11 @@ class Island:
             "round": self.progress.round,
             "detail": json.dumps(detail),
         }
-        append(self.run.store, "events", [row])
+        self._keeper.add(lambda: append(self.run.store, "events", [row]))
+
+    def _note(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.note(kind, **values)
 
     def _status(self, state: str, **more: Any) -> None:
         self.emit(
@@ -459,12 +628,3 @@ class Island:
                 **more,
             }
         )
-
-
-def run_island(store: Store, run_name: str, island: int, *, emit: Emit) -> None:
-    """Runs one island of a run until its last step; starts where the island was left.
-
-    Raises:
-        AtollError: see Island.
-    """
-    Island(load_run(store, run_name), island, emit=emit).train()

@@ -47,7 +47,12 @@ class Role:
 
 
 def launch(
-    run: Run, *, command: Sequence[str], on_status: Callable[[dict[str, Any]], None], num_threads: int | None = None
+    run: Run,
+    *,
+    command: Sequence[str],
+    on_status: Callable[[dict[str, Any]], None],
+    num_threads: int | None = None,
+    logger: str = "",
 ) -> None:
     """Runs all roles of a run on this machine until the syncer has finished.
 
@@ -56,6 +61,7 @@ def launch(
         command: command line that `syncer` or `island --island N` is appended to.
         on_status: called in this thread with every status that a role prints, and with {"island", "state": "died", …}.
         num_threads: torch threads of each process; by default the cores are shared out.
+        logger: who else is told the metrics (roles.py).
 
     Raises:
         Failure: a role died more often than MAX_RESTARTS; the message names its log.
@@ -65,6 +71,7 @@ def launch(
     logs = cache_root() / "logs" / f"{run.name}-{os.getpid()}"
     logs.mkdir(parents=True, exist_ok=True)
     common = ["--store", run.store.uri, "--run", run.name, "--parent-pid", str(os.getpid())]
+    common += ["--logger", logger] if logger else []
     roles = [Role(island=GLOBAL, arguments=[*command, "syncer", *common], log=logs / "syncer.log")]
     roles += [
         Role(island=i, arguments=[*command, "island", *common, "--island", str(i)], log=logs / f"island-{i}.log")
@@ -134,7 +141,9 @@ def _start(role: Role, environment: dict[str, str], statuses: queue.SimpleQueue[
     def pump(stream: IO[str]) -> None:
         for line in stream:
             try:
-                statuses.put({"island": role.island, **json.loads(line)})
+                status = json.loads(line)
+                island = GLOBAL if status.pop("role", None) == "syncer" else role.island
+                statuses.put({"island": island, **status})
             except ValueError:
                 continue  # a library's stray print; statuses are JSON lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -56,7 +57,14 @@ def parameters_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.data for name, parameter in model.named_parameters()}
 
 
-def token_losses(model: nn.Module, tokens_BL: torch.Tensor) -> torch.Tensor:
+def embeddings_of(model: nn.Module) -> set[str]:
+    """Names of the tensors that turn tokens into vectors and back: the outer step averages them plainly."""
+    layers = [getattr(model, get)() for get in ("get_input_embeddings", "get_output_embeddings") if hasattr(model, get)]
+    weights = {id(layer.weight) for layer in layers if layer is not None and hasattr(layer, "weight")}
+    return {name for name, parameter in model.named_parameters() if id(parameter) in weights}
+
+
+def token_losses(model: Callable[..., Any], tokens_BL: torch.Tensor) -> torch.Tensor:
     """Loss of each predicted token, in float32, nats.
 
     Args:
@@ -93,8 +101,11 @@ def make_optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer
 
 
 def learning_rate(step: int, config: RunConfig) -> float:
-    """Learning rate of inner step `step`, from 1: linear warm-up, then a cosine to a tenth."""
+    """Learning rate of inner step `step`, from 1: linear warm-up, then as the run's schedule has it."""
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps
+    if config.schedule == "wsd":
+        falling = max(1, config.steps // 5)
+        return config.lr * (0.1 + 0.9 * min(1.0, (config.steps - step) / falling))
     progress = (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
     return config.lr * (0.1 + 0.9 * 0.5 * (1 + float(torch.cos(torch.tensor(torch.pi * progress)))))

@@ -21,6 +21,7 @@ from manifests.predicates import documents_with_tiers
 from manifests.store import Store
 from trainer.config import RunConfig
 from trainer.run import GLOBAL, Branch, Run, create_run, load_run, read_excluded
+from trainer.tape import first_state, replay, write_snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,15 +100,20 @@ def plan_rollback(store: Store, run_name: str, predicate: str) -> Plan:
         )
     first_tainted = min((m.number for m in merges if m.checkpoint in tainted), default=None)
     clean = [m for m in merges if first_tainted is None or m.number < first_tainted]
+    versions = _versions(catalog, run)
+    merge = max(versions, default=0) if first_tainted is None else first_tainted - 1
     num_fragments = len(chains[0][0]["clock"]) if chains[0] else run.config.num_fragments
-    clock = [max((m.version for m in clean if m.fragment == f), default=0) for f in range(num_fragments)]
+    clock = [
+        max((version for number, (at, version) in versions.items() if at == f and number <= merge), default=0)
+        for f in range(num_fragments)
+    ]
     return Plan(
         run=run_name,
         predicate=predicate,
         doc_ids=doc_ids,
-        islands=[_plan_island(island, chain, segments, clock) for island, chain in chains.items()],
+        islands=[_plan_island(store, island, chain, segments, clock) for island, chain in chains.items()],
         clock=clock,
-        merge=max((m.number for m in clean), default=0),
+        merge=merge,
         merges_undone=len({m.number for m in merges} - {m.number for m in clean}),
     )
 
@@ -123,9 +129,10 @@ def apply_rollback(store: Store, plan: Plan) -> Run:
     excluded = b"".join(sorted(read_excluded(old) | set(plan.doc_ids)))
     excluded_object = f"runs/{plan.new_run}/excluded-{xxhash.xxh3_128_hexdigest(excluded)}.bin"
     store.put_content(excluded_object, excluded)
-    new = Run(store=store, config=config, branch=None)
-    for fragment, version in enumerate(plan.clock):
-        store.put_content(new.global_path(fragment, version), _fragment_bytes(old, fragment, version))
+    anatomy = first_state(old)[1]
+    write_snapshot(
+        Run(store=store, config=config, branch=None), replay(_with_merge(old, plan.merge), anatomy, end=plan.merge)
+    )
     branch = Branch(
         parent_run=plan.run,
         predicate=plan.predicate,
@@ -137,15 +144,15 @@ def apply_rollback(store: Store, plan: Plan) -> Run:
     return create_run(store, config, branch=branch)
 
 
-def _fragment_bytes(run: Run, fragment: int, version: int) -> bytes:
-    """A fragment's version, from the run or, where it's older than the run, from those that it branches from."""
-    while run.branch is not None and version < run.branch.clock[fragment]:
+def _with_merge(run: Run, merge: int) -> Run:
+    """The run that made a merge: this one, or where it's older, one of those that it branches from."""
+    while run.branch is not None and merge < run.branch.merge:
         run = load_run(run.store, run.branch.parent_run)
-    return run.store.get(run.global_path(fragment, version))
+    return run
 
 
 _CHECKPOINTS = f"""
-SELECT checkpoint, parent, run, island, round, step, tokens, clock, anchor FROM checkpoints WHERE island <> {GLOBAL} ORDER BY step
+SELECT checkpoint, parent, run, island, round, step, tokens, clock, anchor, object FROM checkpoints WHERE island <> {GLOBAL} ORDER BY step
 """
 _SEGMENTS = """
 WITH places AS MATERIALIZED (
@@ -215,12 +222,33 @@ def _merges(catalog: Catalog, run: Run) -> list[Merge]:
         branch = load_run(run.store, name, catalog=catalog).branch
 
 
+def _versions(catalog: Catalog, run: Run) -> dict[int, tuple[int, int]]:
+    """Fragment and version of every merge that led to the run's global state, also of those that all was kept out of."""
+    sql = (
+        "SELECT (detail ->> 'merge')::INTEGER AS merge, fragment, version FROM events WHERE kind = 'merge' AND run = ?"
+    )
+    found: dict[int, tuple[int, int]] = {}
+    until: int | None = None
+    while True:
+        for row in catalog.rows(sql, [run.name]):
+            if until is None or row["merge"] <= until:
+                found[row["merge"]] = (row["fragment"], row["version"])
+        if run.branch is None:
+            return found
+        until = run.branch.merge if until is None else min(until, run.branch.merge)
+        run = load_run(run.store, run.branch.parent_run, catalog=catalog)
+
+
 def _first_touched(chain: Sequence[dict[str, Any]], segments: dict[bytes, dict[str, Any]]) -> int:
     return next((i for i, row in enumerate(chain) if row["checkpoint"] in segments), len(chain))
 
 
 def _plan_island(
-    island: int, chain: Sequence[dict[str, Any]], segments: dict[bytes, dict[str, Any]], clock: Sequence[int]
+    store: Store,
+    island: int,
+    chain: Sequence[dict[str, Any]],
+    segments: dict[bytes, dict[str, Any]],
+    clock: Sequence[int],
 ) -> IslandPlan:
     touched = [segments[row["checkpoint"]] for row in chain if row["checkpoint"] in segments]
     clean = [
@@ -228,7 +256,8 @@ def _plan_island(
         for row in chain[: _first_touched(chain, segments)]
         if row["anchor"] and all(seen <= limit for seen, limit in zip(row["clock"], clock, strict=True))
     ]
-    restart = clean[-1] if clean else None
+    # The object of the last one may not have come before the island died.
+    restart = next((row for row in reversed(clean) if store.exists(row["object"])), None)
     head = chain[-1] if chain else None
     head_step, head_tokens = (head["step"], head["tokens"]) if head else (0, 0)
     step, tokens = (restart["step"], restart["tokens"]) if restart else (0, 0)

@@ -6,7 +6,6 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import Any
 
 from manifests.catalog import Catalog
@@ -49,30 +48,45 @@ class Run:
         """Name of the run."""
         return self.config.run
 
-    def global_path(self, fragment: int, version: int) -> str:
-        """Object of a merged fragment."""
-        return f"runs/{self.name}/global/{fragment:04d}/{version:08d}.safetensors"
+    @property
+    def folder(self) -> str:
+        """Folder of all that belongs to the run."""
+        return f"runs/{self.name}"
 
-    def momentum_path(self, fragment: int, version: int, content: str) -> str:
-        """Object of a fragment's outer momentum; two syncers that race never share one."""
-        return f"runs/{self.name}/momentum/{fragment:04d}/{version:08d}-{content}.safetensors"
+    def merge_path(self, merge: int) -> str:
+        """Object of a merge; numbered from 1 over all fragments, so that the objects are the run's tape."""
+        return f"{self.folder}/merges/{merge:08d}.safetensors"
 
-    def outer_folder(self, fragment: int, base_version: int) -> str:
-        """Folder of the outer gradients taken against one version of a fragment."""
-        return f"runs/{self.name}/outer/{fragment:04d}/{base_version:08d}"
+    def snapshot_path(self, merge: int) -> str:
+        """Object that names the whole global state after a merge."""
+        return f"{self.folder}/snapshots/{merge:08d}.json"
+
+    def outer_folder(self, island: int) -> str:
+        """Folder of what an island sends."""
+        return f"{self.folder}/outer/{island:04d}"
+
+    def outer_path(self, island: int, round_: int, fragment: int) -> str:
+        """Object of an outer gradient: their names ascend as an island sends them."""
+        return f"{self.outer_folder(island)}/{round_:08d}-{fragment:04d}.safetensors"
+
+    @property
+    def finished_run_path(self) -> str:
+        """Object that says that the run is over, with its last holdout loss."""
+        return f"{self.folder}/finished.json"
+
+    @property
+    def lease_folder(self) -> str:
+        """Folder of the syncer's lease."""
+        return f"{self.folder}/lease"
 
     def island_folder(self, island: int) -> str:
         """Folder of what one island keeps."""
         return f"runs/{self.name}/islands/{island:04d}"
 
-    def finished_path(self, island: int) -> str:
-        """Object that says that an island has done all its steps and sent all that it had."""
-        return f"{self.island_folder(island)}/finished.json"
-
-    def newest_version(self, fragment: int) -> int:
-        """Highest version of a fragment that has been merged; -1 where there is none."""
-        folder = f"runs/{self.name}/global/{fragment:04d}"
-        return max((int(PurePosixPath(o.path).name.split(".")[0]) for o in self.store.list(folder)), default=-1)
+    @property
+    def members_folder(self) -> str:
+        """Folder of what says who takes part (members.py)."""
+        return f"{self.folder}/members"
 
 
 def load_run(store: Store, name: str, *, catalog: Catalog | None = None) -> Run:

@@ -1,338 +1,441 @@
 """The syncer: merges the islands' outer gradients into the global fragments. A role on a CPU; all that it knows lies in the store.
 
-A fragment's next version is an object that is created once: two syncers that race can't both win, and the loser reads the winner's. So a syncer may
-die at any moment, and another one goes on from the objects. Every version says which outer gradients went into it.
+Merges are numbered, and each is an object that is created once: two syncers that race can't both make one, and the loser reads the winner's. So a syncer may die, or
+be taken for dead, at any moment, and another goes on from the tape. The lease only keeps two from doing the same work.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import os
 import re
+import socket
+import statistics
+import threading
 import time
+import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-import torch
 from torch import nn
 
 from manifests.catalog import Catalog
-from manifests.errors import ObjectTaken
+from manifests.errors import AtollError, ObjectMissing, ObjectTaken
 from manifests.schemas import TIERS
-from manifests.store import Store
 from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
+from trainer.errands import Inline, Lane
 from trainer.feed import holdout_tokens
-from trainer.fragments import cut_fragments
-from trainer.model import build_model, holdout_loss, parameters_of, pick_device
-from trainer.outer import Tensors, merge_weight, nesterov_step, weighted_mean
-from trainer.run import GLOBAL, Run, load_run
-from trainer.wire import CorruptObject, object_hash, pack, unpack
+from trainer.gate import GateRules, Judged, cosines_to_others, decide
+from trainer.lease import Lease
+from trainer.members import members
+from trainer.metrics import Metrics
+from trainer.model import build_model, holdout_loss, parameters_of
+from trainer.outer import merge_weight, norm, pairwise_cosines
+from trainer.quantise import Tensors, dequantise
+from trainer.run import GLOBAL, Run
+from trainer.tape import (
+    GlobalState,
+    added,
+    anatomy_of,
+    merge_into,
+    move,
+    read_merge,
+    replay,
+    snapshots,
+    write_snapshot,
+)
+from trainer.wire import CorruptObject, object_hash, pack, pack_parts, unpack_parts
 
-_POLL_S = 0.1
-_GRADIENT_NAME = re.compile(r"(\d+)-(\d+)\.safetensors")
+_POLL_S = 0.05
+_MEMBERS_EVERY_S = 1.0
+_PACE = 0.5
+"""A fragment isn't merged again before this share of its H inner steps has passed, unless everyone is in: or H would shrink on a fast link."""
+_AWAY_CYCLES = 3.0
+"""An island that was not heard of for so many outer cycles isn't waited for."""
+_NAME = re.compile(r"(\d+)-(\d+)\.safetensors")
 
-
-@dataclass(kw_only=True, slots=True)
-class Fragment:
-    """One global fragment as the syncer holds it."""
-
-    names: list[str]
-    version: int
-    parameters: Tensors
-    momentum: Tensors
-    merged_rounds: dict[int, int] = field(default_factory=dict)
-    """Island → round of its last outer gradient that was merged: that one, and what it had sent before, isn't merged again."""
-    quorum_since: float | None = None
-    """When the next merge had its quorum, by this process' monotonic clock."""
+Emit = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Contribution:
-    """One island's outer gradient, as it lies in the store."""
+class Arrived:
+    """An outer gradient as it was read."""
 
     path: str
-    island: int
-    round: int
+    gradient: Tensors
+    said: dict[str, Any]
 
 
-def initial_fragments(run: Run) -> list[tuple[list[str], Tensors]]:
-    """The run's fragments with the parameters that the model starts from."""
-    parameters = parameters_of(build_model(run.config))
-    cut = cut_fragments({name: p.numel() for name, p in parameters.items()}, run.config.num_fragments)
-    return [(names, {name: parameters[name] for name in names}) for names in cut]
+@dataclass(kw_only=True, slots=True)
+class Inbox:
+    """What has come for one fragment and is not merged yet."""
+
+    waiting: dict[int, dict[int, Future[Arrived | CorruptObject]]] = field(default_factory=dict)
+    """Island → round → the object, as it's fetched."""
+    first_at: float | None = None
+    """When the first of the next merge came, by this process' clock."""
+    quorum_at: float | None = None
+    merged_at: float | None = None
 
 
-def prepare_run(run: Run) -> None:
-    """Puts version 0 of every fragment in the store, from the run's seed; safe to repeat. A branch has its fragments from its parent."""
-    for number, (_, tensors) in enumerate(initial_fragments(run)):
-        if run.newest_version(number) < 0:
-            momentum = pack({name: torch.zeros_like(tensor) for name, tensor in tensors.items()}, {"run": run.name})
-            path = run.momentum_path(number, 0, object_hash(momentum))
-            run.store.put_content(path, momentum)
-            description = {
-                "run": run.name,
-                "fragment": number,
-                "version": 0,
-                "merge": 0,
-                "momentum": path,
-                "contributions": [],
-                "latest": {},
-            }
-            run.store.put_content(run.global_path(number, 0), pack(tensors, description))
+@dataclass(kw_only=True, slots=True)
+class Averages:
+    """What the grace window goes by: exponential moving averages (Decoupled DiLoCo, arXiv 2604.21428)."""
+
+    quorum_s: float = 0.0
+    sync_s: float = 0.0
+
+    def note(self, *, quorum_s: float, sync_s: float) -> None:
+        """Takes a merge's times in."""
+        self.quorum_s += 0.2 * (quorum_s - self.quorum_s)
+        self.sync_s += 0.2 * (sync_s - self.sync_s)
+
+
+def grace_window(*, share: float, overlap_s: float, averages: Averages) -> float:
+    """How long a merge waits for more islands once it has its quorum, seconds: γ · (τ·ξ_step − ξ_quorum − ξ_sync), at least 0 (Decoupled DiLoCo, arXiv 2604.21428)."""
+    return share * max(0.0, overlap_s - averages.quorum_s - averages.sync_s)
 
 
 class Syncer:
-    """The syncer's life: from what lies in the store to the run's end."""
+    """One holder of the role: from what lies in the store to the run's end, or until another one holds it."""
 
-    def __init__(self, run: Run, *, emit: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        run: Run,
+        *,
+        emit: Emit,
+        metrics: Metrics | None = None,
+        in_background: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Makes the merges since the last snapshot again, and completes what a dead syncer left undone.
+
+        Args:
+            run: the run.
+            emit: told of every merge.
+            metrics: told of every merge and checkpoint.
+            in_background: False: events, snapshots and downloads are waited for; for what must come out the same every time.
+            clock: this process' own, seconds.
+        """
         self.run = run
         self.emit = emit
-        catalog = Catalog(run.store)
-        self.device = pick_device("cpu")
-        self.model: nn.Module = build_model(run.config)
-        self.holdout = holdout_tokens(run, catalog)
-        self.merge = 0
-        """Number of the last merge of any fragment, from 1."""
-        self.latest: dict[str, dict[str, Any]] = {}
-        """Island → its newest checkpoint that went into the global state, with the counters that it had."""
-        self._finished: set[int] = set()
-        self._refused: set[str] = set()
-        self.fragments = [
-            self._load_fragment(number, names) for number, (names, _) in enumerate(initial_fragments(run))
-        ]
+        self.metrics = metrics
+        self._clock = clock
+        config = run.config
+        self.model: nn.Module = build_model(config)
+        self._model_lock = threading.Lock()
+        self.anatomy = anatomy_of(run, self.model)
+        self.holdout = holdout_tokens(run, Catalog(run.store))
+        self.state: GlobalState = replay(run, self.anatomy)
+        self._inboxes = [Inbox() for _ in self.anatomy.fragments]
+        self._cursors: dict[int, str] = {}
+        self._members = members(run)
+        self._members_at = -_MEMBERS_EVERY_S
+        self._heard_at: dict[int, float] = {}
+        self._step_times: dict[int, float] = {}
+        self._averages = Averages()
+        self._rules = GateRules(
+            norm=config.gate_norm, cosine=config.gate_cosine, holdout=config.gate_holdout, strikes=config.gate_strikes
+        )
+        self._pool = ThreadPoolExecutor(8, "fetch") if in_background else None
+        self._events: Lane | Inline = Lane("events") if in_background else Inline()
+        self._bulk: Lane | Inline = Lane("snapshots") if in_background else Inline()
+        self.holdout_loss: float | None = None
         self._complete_tape()
         self._complete_checkpoint()
 
-    def serve(self) -> float:
+    @property
+    def merge(self) -> int:
+        """Number of the last merge."""
+        return self.state.merge
+
+    def serve(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Merges until every island has finished and all that they sent is in.
 
+        Args:
+            stop: asked now and then; True: the role is given up.
+
         Returns:
-            Holdout loss of the final global parameters, nats per token.
+            Holdout loss of the final global parameters, nats per token; None: given up before.
         """
-        while True:
-            # The order matters: what an island sent before it finished is seen by the sweep after.
-            self._note_finished()
-            everyone = len(self._finished) == self.run.config.num_islands
-            merged = sum(self._consider(number, flush=everyone) for number in range(len(self.fragments))) > 0
-            if everyone and not merged:
-                break
+        while not stop():
+            merged, over = self.sweep()
+            if over:
+                return self._end()
             if not merged:
                 time.sleep(_POLL_S)
-        loss = self._checkpoint(final=True)
-        self._append_event("finished", sequence=self.merge + 1, detail={"holdout_loss": loss, "merges": self.merge})
-        return loss
+        return None
+
+    def sweep(self) -> tuple[bool, bool]:
+        """Looks through the store once and merges what is ready.
+
+        Returns:
+            Whether there was a merge, and whether the run is over: every island had finished or left before, and nothing of theirs is left.
+        """
+        self._events.check()
+        self._bulk.check()
+        # The order matters: what an island sent before it finished is seen by the look after.
+        everyone = self._look_for_members()
+        self._look_for_gradients()
+        merged = any([self._consider(number, flush=everyone) for number in range(len(self._inboxes))])
+        waiting = any(rounds for inbox in self._inboxes for rounds in inbox.waiting.values())
+        return merged, everyone and not merged and not waiting
+
+    # What has come.
+
+    def _look_for_members(self) -> bool:
+        now = self._clock()
+        if now - self._members_at >= _MEMBERS_EVERY_S or not any(m.is_awaited for m in self._members.values()):
+            self._members, self._members_at = members(self.run), now
+        return not any(member.is_awaited for member in self._members.values())
+
+    def _look_for_gradients(self) -> None:
+        for island, member in self._members.items():
+            if member.incarnations == 0:
+                continue
+            for info in sorted(
+                self.run.store.list(self.run.outer_folder(island), after=self._cursors.get(island)),
+                key=lambda info: info.path,
+            ):
+                self._cursors[island] = info.path
+                name = _NAME.fullmatch(PurePosixPath(info.path).name)
+                if name is None or int(name[2]) >= len(self._inboxes):
+                    continue
+                round_, number = int(name[1]), int(name[2])
+                if round_ <= self.state.fragments[number].merged_rounds.get(island, -1):
+                    continue
+                self._heard_at[island] = self._clock()
+                inbox = self._inboxes[number]
+                if inbox.first_at is None:
+                    inbox.first_at = self._clock()
+                inbox.waiting.setdefault(island, {})[round_] = self._fetch(number, island, round_, info.path)
+
+    def _fetch(self, number: int, island: int, round_: int, path: str) -> Future[Arrived | CorruptObject]:
+        if self._pool is not None:
+            return self._pool.submit(self._read, number, island, round_, path)
+        done: Future[Arrived | CorruptObject] = Future()
+        done.set_result(self._read(number, island, round_, path))
+        return done
+
+    def _read(self, number: int, island: int, round_: int, path: str) -> Arrived | CorruptObject:
+        shapes = self.anatomy.shapes_of(number)
+        try:
+            parts, said = unpack_parts(self.run.store.get(path), name=path, shapes=shapes)
+            expected = {"run": self.run.name, "fragment": number, "island": island, "round": round_}
+            found = {name: said.get(name) for name in expected}
+            if found != expected:
+                raise CorruptObject(f"{path} says that it's of {found}, not of {expected}")
+            if not (said.get("tokens", 0) > 0 and said.get("steps", 0) > 0):
+                raise CorruptObject(f"{path} says that no step was taken for it")
+            return Arrived(path=path, gradient=dequantise(parts, shapes, said["wire"]), said=said)
+        except CorruptObject as e:
+            return e
+        except (ValueError, KeyError) as e:
+            return CorruptObject(f"{path} is not an outer gradient of this fragment: {e}")
+
+    # Whether it's time.
 
     def _consider(self, number: int, *, flush: bool) -> bool:
         """Merges a fragment if it has its quorum and has waited its grace; `flush`: whatever there is."""
-        fragment = self.fragments[number]
-        ready = self._contributions(number)
-        num_live = self.run.config.num_islands - len(self._finished)
-        quorum = 1 if flush else max(1, min(self.run.config.quorum, num_live))
+        inbox = self._inboxes[number]
+        ready = [
+            island for island, rounds in inbox.waiting.items() if rounds and all(f.done() for f in rounds.values())
+        ]
+        if flush and any(inbox.waiting.values()) and len(ready) < sum(1 for r in inbox.waiting.values() if r):
+            return False  # still on their way from the store
+        live = self._live()
+        quorum = 1 if flush else max(1, min(self.run.config.quorum, len(live)))
         if len(ready) < quorum:
-            fragment.quorum_since = None
+            inbox.quorum_at = None
             return False
-        now = time.monotonic()
-        if fragment.quorum_since is None:
-            fragment.quorum_since = now
-        everyone_is_in = len(ready) >= self.run.config.num_islands
-        if not (flush or everyone_is_in or now - fragment.quorum_since >= self.run.config.grace_s):
-            return False
-        fragment.quorum_since = None
-        return self._merge(number, ready)
+        now = self._clock()
+        if inbox.quorum_at is None:
+            inbox.quorum_at = now
+        if not (flush or live <= set(ready)):
+            step_s = statistics.median(self._step_times.values()) if self._step_times else 0.0
+            grace_s = grace_window(
+                share=self.run.config.grace, overlap_s=self.run.config.tau * step_s, averages=self._averages
+            )
+            pace_s = _PACE * self.run.config.sync_every * step_s
+            since = now - inbox.merged_at if inbox.merged_at is not None else float("inf")
+            if now - inbox.quorum_at < grace_s or since < pace_s:
+                return False
+        return self._merge(number, sorted(ready))
 
-    def _contributions(self, number: int) -> list[Contribution]:
-        """Outer gradients that may go into the fragment's next version: each island's newest, by island."""
-        fragment = self.fragments[number]
-        newest: dict[int, Contribution] = {}
-        oldest_base = max(0, fragment.version - self.run.config.max_staleness)
-        for base in range(oldest_base, fragment.version + 1):
-            for info in self.run.store.list(self.run.outer_folder(number, base)):
-                name = _GRADIENT_NAME.fullmatch(PurePosixPath(info.path).name)
-                if name is None or info.path in self._refused:
-                    continue
-                island, round_ = int(name[1]), int(name[2])
-                if round_ <= fragment.merged_rounds.get(island, -1):
-                    continue
-                known = newest.get(island)
-                if known is None or known.round <= round_:
-                    newest[island] = Contribution(path=info.path, island=island, round=round_)
-        return [newest[island] for island in sorted(newest)]
+    def _live(self) -> set[int]:
+        """Islands that a merge waits for: neither finished nor gone, and heard of lately."""
+        now = self._clock()
+        step_s = statistics.median(self._step_times.values()) if self._step_times else 0.0
+        patience_s = max(_AWAY_CYCLES * self.run.config.sync_every * step_s, 10 * _POLL_S)
+        awaited = {island for island, member in self._members.items() if member.is_awaited and member.incarnations}
+        if not self._step_times:
+            return awaited
+        return {island for island in awaited if now - self._heard_at.get(island, -float("inf")) <= patience_s}
 
-    def _merge(self, number: int, ready: list[Contribution]) -> bool:
-        fragment = self.fragments[number]
-        config = self.run.config
+    # The merge.
+
+    def _merge(self, number: int, islands: list[int]) -> bool:
+        began = self._clock()
+        inbox, fragment, config = self._inboxes[number], self.state.fragments[number], self.run.config
         gradients: list[Tensors] = []
-        weights: list[float] = []
         taken: list[dict[str, Any]] = []
-        for contribution in ready:
-            try:
-                tensors, description = unpack(self.run.store.get(contribution.path), name=contribution.path)
-                self._check(fragment, tensors, contribution.path)
-                self._check_description(number, description, contribution)
-                tensors, description = self._newer_part(number, contribution, tensors, description)
-            except CorruptObject as e:
-                self._refused.add(contribution.path)
-                self._append_event("refused", island=contribution.island, fragment=number, detail={"why": str(e)})
-                continue
-            weight = merge_weight(tokens=description["tokens"], steps=description["steps"])
-            gradients.append(tensors)
-            weights.append(weight)
-            taken.append({**description, "path": contribution.path, "weight": weight})
-        if not gradients:
-            return False
-        parameters, momentum = nesterov_step(
-            fragment.parameters,
-            fragment.momentum,
-            weighted_mean(gradients, weights),
-            lr=config.outer_lr,
-            beta=config.outer_momentum,
+        rounds: dict[int, int] = {}
+        dropped: list[dict[str, Any]] = []
+        for island in islands:
+            arrived = [inbox.waiting[island][round_].result() for round_ in sorted(inbox.waiting[island])]
+            rounds[island] = max(inbox.waiting[island])
+            sound = []
+            for one in arrived:
+                if isinstance(one, CorruptObject):
+                    self._say("refused", island=island, fragment=number, detail={"why": str(one)})
+                elif fragment.version - one.said["base_version"] > config.max_staleness:
+                    dropped.append({"island": island, "round": one.said["round"], "why": "stale"})
+                else:
+                    sound.append(one)
+            if sound:
+                gradients.append(added([one.gradient for one in sound]))
+                taken.append(_told_together(sound))
+        kept_out, changes, cosines = self._gate(number, gradients, taken)
+        for island, why in kept_out.items():
+            dropped.append({"island": island, "round": rounds[island], "why": why})
+        passed = [i for i, said in enumerate(taken) if said["island"] not in kept_out]
+        description = self._describe(number, [taken[i] for i in passed], rounds)
+        outer, parts = merge_into(
+            self.run,
+            self.anatomy,
+            fragment,
+            [gradients[i] for i in passed],
+            [taken[i]["weight"] for i in passed],
         )
-        latest = dict(self.latest)
-        for item in taken:
-            known = latest.get(str(item["island"]))
-            if known is None or known["step"] < item["step"]:
-                latest[str(item["island"])] = {"checkpoint": item["checkpoint"], "step": item["step"]}
-        version = fragment.version + 1
-        packed = pack(momentum, {"run": self.run.name, "fragment": number, "version": version})
-        momentum_path = self.run.momentum_path(number, version, object_hash(packed))
-        self.run.store.put_content(momentum_path, packed)
-        description = {
-            "run": self.run.name,
-            "fragment": number,
-            "version": version,
-            "merge": self.merge + 1,
-            "momentum": momentum_path,
-            "contributions": taken,
-            "latest": latest,
-        }
-        try:
-            self.run.store.put_new(self.run.global_path(number, version), pack(parameters, description))
-        except ObjectTaken:
-            # Another syncer was faster: what it made is the truth.
-            self.fragments[number] = self._load_fragment(number, fragment.names)
+        if not self._put(description, parts):
             return True
-        fragment.version, fragment.parameters, fragment.momentum = version, parameters, momentum
-        fragment.merged_rounds |= {item["island"]: item["round"] for item in taken}
-        self.merge += 1
-        self.latest = latest
-        self._append_merge(description)
-        self.emit({"state": "merged", "merge": self.merge, "fragment": number, "islands": [c["island"] for c in taken]})
-        if self.merge % len(self.fragments) == 0:
-            self._checkpoint(final=False)
+        for island in islands:
+            inbox.waiting.pop(island, None)
+        now = self._clock()
+        self._averages.note(quorum_s=(inbox.quorum_at or now) - (inbox.first_at or now), sync_s=now - began)
+        inbox.first_at = now if any(inbox.waiting.values()) else None
+        inbox.quorum_at, inbox.merged_at = None, now
+        for said in taken:
+            self._step_times[said["island"]] = said["step_time_s"]
+        move(self.state, description, outer)
+        live = len(self._live() | set(islands))
+        self._append_merge(description, cosines=cosines, dropped=dropped, live=live)
+        for island, change in changes:
+            self._say(
+                change,
+                island=island,
+                fragment=number,
+                detail={"merge": self.merge, "why": kept_out.get(island, "it passes the gate again")},
+            )
+        participants = [said["island"] for said in description["contributions"]]
+        self.emit({"state": "merged", "merge": self.merge, "fragment": number, "islands": participants})
+        self._note(
+            "merge",
+            merge=self.merge,
+            fragment=number,
+            version=description["version"],
+            islands=participants,
+            live=live,
+            quarantined=list(self.state.gate.quarantined),
+            seconds=round(now - began, 4),
+        )
+        if self.merge % len(self._inboxes) == 0:
+            self._checkpoint()
         return True
 
-    def _newer_part(
-        self, number: int, contribution: Contribution, tensors: Tensors, description: dict[str, Any]
-    ) -> tuple[Tensors, dict[str, Any]]:
-        """An outer gradient is all that its island did since its base: takes away what an earlier one against the same base has brought in
-        already, which happens when the island hadn't received that merge before it sent again."""
-        earlier = self.fragments[number].merged_rounds.get(contribution.island)
-        if earlier is None:
-            return tensors, description
-        path = f"{PurePosixPath(contribution.path).parent}/{contribution.island:04d}-{earlier:06d}.safetensors"
-        if not self.run.store.exists(path):
-            return tensors, description
-        merged, said = unpack(self.run.store.get(path), name=path)
-        counters = {name: description[name] - said[name] for name in ("tokens", "steps")}
-        return {name: tensors[name] - merged[name] for name in tensors}, description | counters
+    def _gate(
+        self, number: int, gradients: list[Tensors], taken: list[dict[str, Any]]
+    ) -> tuple[dict[int, str], list[tuple[int, str]], list[list[float]]]:
+        """Who is kept out, who goes into quarantine or comes out of it, and the cosines of every two; moves the gate's memory."""
+        if not gradients:
+            return {}, [], []
+        cosines = pairwise_cosines(gradients)
+        norms = [sum(norm(value) ** 2 for value in gradient.values()) ** 0.5 for gradient in gradients]
+        weights = [said["weight"] for said in taken]
+        along = cosines_to_others(cosines, [n * w for n, w in zip(norms, weights, strict=True)])
+        rises = self._rises(number, gradients, weights)
+        judged = [
+            Judged(island=said["island"], norm_per_step=n / said["steps"], cosine=cosine, rise=rise)
+            for said, n, cosine, rise in zip(taken, norms, along, rises, strict=True)
+        ]
+        kept_out, changes = decide(self.state.gate, number, judged, self._rules)
+        return kept_out, changes, [[round(value, 4) for value in row] for row in cosines]
 
-    def _check(self, fragment: Fragment, tensors: Tensors, path: str) -> None:
-        if set(tensors) != set(fragment.names) or any(
-            tensors[name].shape != fragment.parameters[name].shape for name in fragment.names
-        ):
-            raise CorruptObject(f"{path} holds other tensors than the fragment; it's of another model or run")
-        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-            raise CorruptObject(f"{path} holds numbers that are not finite; the island has diverged")
+    def _rises(self, number: int, gradients: list[Tensors], weights: list[float]) -> list[float | None]:
+        """How much each outer gradient's being in the merge raises the holdout loss; alone, against no merge."""
+        if self._rules.holdout == 0:
+            return [None] * len(gradients)
+        fragment = self.state.fragments[number]
+        everyone = range(len(gradients))
 
-    def _check_description(self, number: int, description: dict[str, Any], contribution: Contribution) -> None:
-        expected = {
+        def loss_with(chosen: list[int]) -> float:
+            outer, _ = merge_into(
+                self.run, self.anatomy, fragment, [gradients[i] for i in chosen], [weights[i] for i in chosen]
+            )
+            return self._loss_of(self.state.parameters() | outer.parameters)
+
+        whole = loss_with(list(everyone))
+        return [whole - loss_with([j for j in everyone if j != i]) for i in everyone]
+
+    def _describe(self, number: int, contributions: list[dict[str, Any]], rounds: dict[int, int]) -> dict[str, Any]:
+        latest = dict(self.state.latest)
+        for said in contributions:
+            known = latest.get(str(said["island"]))
+            if known is None or known["step"] < said["step"]:
+                latest[str(said["island"])] = {"checkpoint": said["checkpoint"], "step": said["step"]}
+        return {
             "run": self.run.name,
+            "merge": self.merge + 1,
             "fragment": number,
-            "island": contribution.island,
-            "round": contribution.round,
+            "version": self.state.fragments[number].version + 1,
+            "contributions": contributions,
+            "rounds": {str(island): round_ for island, round_ in rounds.items()},
+            "latest": latest,
+            "gate": self.state.gate.to_json(),
         }
-        found = {name: description.get(name) for name in expected}
-        if found != expected:
-            raise CorruptObject(f"{contribution.path} says that it's of {found}, not of {expected}")
-        if not (description.get("tokens", 0) > 0 and description.get("steps", 0) > 0):
-            raise CorruptObject(f"{contribution.path} says that no step was taken for it")
 
-    def _load_fragment(self, number: int, names: list[str]) -> Fragment:
-        version = self.run.newest_version(number)
-        path = self.run.global_path(number, version)
-        parameters, description = unpack(self.run.store.get(path), name=path)
-        momentum, _ = unpack(self.run.store.get(description["momentum"]), name=description["momentum"])
-        if description["merge"] >= self.merge:
-            self.merge = description["merge"]
-            self.latest = description["latest"]
-        return Fragment(
-            names=names,
-            version=version,
-            parameters=parameters,
-            momentum=momentum,
-            merged_rounds=self._merged_rounds(number, description),
-        )
+    def _put(self, description: dict[str, Any], parts: Tensors) -> bool:
+        """Puts the merge on the tape; False: another syncer was faster, and what it made is the truth."""
+        path = self.run.merge_path(description["merge"])
+        shapes = self.anatomy.shapes_of(description["fragment"])
+        data = pack_parts(parts, shapes, self.run.config.wire, description) if parts else pack({}, description)
+        try:
+            self.run.store.put_new(path, data)
+        except ObjectTaken:
+            self.state = replay(self.run, self.anatomy)
+            for number, inbox in enumerate(self._inboxes):
+                merged = self.state.fragments[number].merged_rounds
+                for island, waiting in inbox.waiting.items():
+                    inbox.waiting[island] = {r: f for r, f in waiting.items() if r > merged.get(island, -1)}
+            return False
+        return True
 
-    def _merged_rounds(self, number: int, description: dict[str, Any]) -> dict[int, int]:
-        """Rounds that went into a fragment's last versions, as far back as an outer gradient may reach."""
-        rounds: dict[int, int] = {}
-        for _ in range(max(1, self.run.config.max_staleness)):
-            if description["run"] != self.run.name:
-                break  # a branch's islands take the rounds after its start anew
-            for item in description["contributions"]:
-                rounds[item["island"]] = max(item["round"], rounds.get(item["island"], -1))
-            path = self.run.global_path(number, description["version"] - 1)
-            if not self.run.store.exists(path):
-                break
-            _, description = unpack(self.run.store.get(path), name=path)
-        return rounds
+    # What is recorded.
 
-    def _complete_tape(self) -> None:
-        """Writes the events of merges that a dead syncer made and didn't live to record."""
-        recorded = open_table(self.run.store, "events").transaction_version(self._tape) or 0
-        missing = []
-        for number, fragment in enumerate(self.fragments):
-            for version in range(fragment.version, 0, -1):
-                path = self.run.global_path(number, version)
-                if not self.run.store.exists(path):
-                    break  # a branch begins at its parent's versions
-                _, description = unpack(self.run.store.get(path), name=path)
-                if description["merge"] <= recorded or description["run"] != self.run.name:
-                    break
-                missing.append(description)
-        for description in sorted(missing, key=lambda d: d["merge"]):
-            self._append_merge(description)
-
-    def _complete_checkpoint(self) -> None:
-        """Commits the global checkpoint that a dead syncer owed after its last merge."""
-        recorded = open_table(self.run.store, "checkpoints").transaction_version(self._checkpoints) or 0
-        inherited = self.run.branch.merge if self.run.branch is not None else 0
-        if self.merge > max(recorded, inherited) and self.merge % len(self.fragments) == 0:
-            self._checkpoint(final=False)
-
-    @property
-    def _checkpoints(self) -> str:
-        return f"checkpoint/{self.run.name}/global"
-
-    @property
-    def _tape(self) -> str:
-        return f"merge/{self.run.name}"
-
-    def _append_merge(self, description: dict[str, Any]) -> None:
-        self._append_event(
+    def _append_merge(
+        self, description: dict[str, Any], *, cosines: list[list[float]], dropped: list[dict[str, Any]], live: int
+    ) -> None:
+        detail = {
+            "merge": description["merge"],
+            "contributions": [{k: v for k, v in c.items() if k != "paths"} for c in description["contributions"]],
+            "cosines": cosines,
+            "dropped": dropped,
+            "live": live,
+        }
+        self._say(
             "merge",
             sequence=description["merge"],
             fragment=description["fragment"],
             version=description["version"],
-            detail={
-                "merge": description["merge"],
-                "contributions": description["contributions"],
-            },
+            detail=detail,
         )
 
-    def _append_event(
+    def _say(
         self,
         kind: str,
         *,
@@ -350,34 +453,58 @@ class Syncer:
             "version": version,
             "detail": json.dumps(detail),
         }
-        append(self.run.store, "events", [row], writer=self._tape if sequence is not None else None, sequence=sequence)
+        writer = self._tape if sequence is not None else None
+        self._events.add(lambda: append(self.run.store, "events", [row], writer=writer, sequence=sequence))
 
-    def _note_finished(self) -> None:
-        for island in range(self.run.config.num_islands):
-            if island not in self._finished and self.run.store.exists(self.run.finished_path(island)):
-                self._finished.add(island)
+    def _note(self, kind: str, **values: Any) -> None:
+        if self.metrics is not None:
+            self.metrics.note(kind, **values)
 
-    def _checkpoint(self, *, final: bool) -> float:
-        """Commits a global checkpoint: the fragments' versions, and the island checkpoints that went into them."""
-        parameters = parameters_of(self.model)
-        for fragment in self.fragments:
-            for name in fragment.names:
-                parameters[name].copy_(fragment.parameters[name])
-        loss = holdout_loss(self.model, self.holdout)
-        clock = [fragment.version for fragment in self.fragments]
-        objects = [self.run.global_path(number, version) for number, version in enumerate(clock)]
-        data = json.dumps({"run": self.run.name, "clock": clock, "fragments": objects}, sort_keys=True).encode()
-        path = f"runs/{self.run.name}/global/checkpoint-{self.merge:08d}.json"
-        self.run.store.put_content(path, data)
-        merged = [bytes.fromhex(item["checkpoint"]) for _, item in sorted(self.latest.items())]
-        counters = self._merged_counters(merged)
+    def _complete_tape(self) -> None:
+        """Writes the events of merges that a dead syncer made and didn't live to record."""
+        recorded = open_table(self.run.store, "events").transaction_version(self._tape) or 0
+        inherited = self.run.branch.merge if self.run.branch is not None else 0
+        for merge in range(max(recorded, inherited) + 1, self.merge + 1):
+            _, description = read_merge(self.run, self.anatomy, merge)
+            self._append_merge(description, cosines=[], dropped=[], live=len(description["rounds"]))
+
+    def _complete_checkpoint(self) -> None:
+        """Commits the global checkpoint that a dead syncer owed after its last merge."""
+        recorded = open_table(self.run.store, "checkpoints").transaction_version(self._checkpoints) or 0
+        inherited = self.run.branch.merge if self.run.branch is not None else 0
+        if self.merge > max(recorded, inherited) and self.merge % len(self._inboxes) == 0:
+            self._checkpoint()
+
+    @property
+    def _checkpoints(self) -> str:
+        return f"checkpoint/{self.run.name}/global"
+
+    @property
+    def _tape(self) -> str:
+        return f"merge/{self.run.name}"
+
+    def _checkpoint(self) -> None:
+        """Leaves a snapshot and its row to the background; where the last one isn't done yet, the next cycle's will do."""
+        if self._bulk.backlog == 0:
+            state = copy.copy(self.state)
+            state.fragments = [copy.copy(fragment) for fragment in state.fragments]
+            for fragment in state.fragments:
+                fragment.merged_rounds = dict(fragment.merged_rounds)
+            state.gate = copy.deepcopy(state.gate)
+            self._bulk.add(lambda: self._commit_checkpoint(state))
+
+    def _commit_checkpoint(self, state: GlobalState) -> None:
+        """Commits a global checkpoint: the snapshot, and the island checkpoints that went into it."""
+        path, data = write_snapshot(self.run, state)
+        self.holdout_loss = loss = self._loss_of(state.parameters())
+        merged = [bytes.fromhex(item["checkpoint"]) for _, item in sorted(state.latest.items())]
         row = {
-            "checkpoint": checkpoint_id(self.run.name, GLOBAL, self.merge),
+            "checkpoint": checkpoint_id(self.run.name, GLOBAL, state.merge),
             "run": self.run.name,
             "island": GLOBAL,
             "incarnation": 0,
-            "round": self.merge // len(self.fragments),
-            "clock": clock,
+            "round": state.merge // len(self._inboxes),
+            "clock": state.clock,
             "parent": None,
             "merged": merged,
             "object": path,
@@ -388,21 +515,170 @@ class Syncer:
             "anchor": True,
             "loss": None,
             "holdout_loss": loss,
-            **counters,
+            "inputs": None,
+            **self._merged_counters(merged),
         }
         # The last checkpoint may fall on a merge that has one already: its sequence number is taken, and that's right.
-        append(self.run.store, "checkpoints", [row], writer=self._checkpoints, sequence=self.merge)
-        self.emit({"state": "finished" if final else "checkpointed", "merge": self.merge, "holdout_loss": loss})
-        return loss
+        append(self.run.store, "checkpoints", [row], writer=self._checkpoints, sequence=state.merge)
+        self.emit({"state": "checkpointed", "merge": state.merge, "holdout_loss": loss})
+        self._note("checkpoint", merge=state.merge, holdout_loss=loss)
 
     def _merged_counters(self, merged: list[bytes]) -> dict[str, int]:
         names = ["step", "tokens", *(f"tokens_{tier.lower()}" for tier in TIERS)]
-        catalog = Catalog(self.run.store)
+        catalog = Catalog(self.run.store, tables=("checkpoints",))
         sums = ", ".join(f"coalesce(sum({name}), 0)::BIGINT AS {name}" for name in names)
         rows = catalog.rows(f"SELECT {sums} FROM checkpoints WHERE list_contains(?, checkpoint)", [merged])
         return {name: int(rows[0][name]) for name in names}
 
+    def _loss_of(self, parameters: Tensors) -> float:
+        with self._model_lock:
+            own = parameters_of(self.model)
+            for name, value in parameters.items():
+                own[name].copy_(value)
+            return holdout_loss(self.model, self.holdout)
 
-def run_syncer(store: Store, run_name: str, *, emit: Callable[[dict[str, Any]], None]) -> float:
-    """Holds the syncer's role of a run until its end; see Syncer."""
-    return Syncer(load_run(store, run_name), emit=emit).serve()
+    def _end(self) -> float:
+        self._bulk.drain()
+        if self.holdout_loss is None or max(snapshots(self.run)) < self.merge:
+            self._commit_checkpoint(self.state)
+        loss = self.holdout_loss
+        assert loss is not None
+        self._say("finished", sequence=self.merge + 1, detail={"holdout_loss": loss, "merges": self.merge})
+        self._events.drain()
+        self.run.store.put_content(
+            self.run.finished_run_path, json.dumps({"holdout_loss": loss, "merges": self.merge}).encode()
+        )
+        self.emit({"state": "finished", "merge": self.merge, "holdout_loss": loss})
+        return loss
+
+    def close(self) -> None:
+        """Lets what is under way go out, and ends the threads."""
+        self._events.close()
+        self._bulk.close()
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
+
+
+def _told_together(arrived: list[Arrived]) -> dict[str, Any]:
+    """What is known of an island's outer gradients that go into a merge as one."""
+    last = arrived[-1].said
+    tokens = sum(one.said["tokens"] for one in arrived)
+    steps = sum(one.said["steps"] for one in arrived)
+    return {
+        "island": last["island"],
+        "round": last["round"],
+        "fragment": last["fragment"],
+        "base_version": last["base_version"],
+        "checkpoint": last["checkpoint"],
+        "step": last["step"],
+        "step_time_s": last["step_time_s"],
+        "tokens": tokens,
+        "steps": steps,
+        "weight": merge_weight(tokens=tokens, steps=steps),
+        "paths": [one.path for one in arrived],
+    }
+
+
+def finished_loss(run: Run) -> float | None:
+    """The run's last holdout loss, nats per token; None: it isn't over."""
+    try:
+        return float(json.loads(run.store.get(run.finished_run_path))["holdout_loss"])
+    except ObjectMissing:
+        return None
+
+
+class Steward:
+    """A candidate for the syncer's role: takes it whenever it's free, until the run is over."""
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        emit: Emit,
+        name: str,
+        patience_s: float = 0.0,
+        metrics_of: Callable[[int], Metrics] | None = None,
+    ) -> None:
+        """
+        Args:
+            run: the run.
+            emit: told of the role and of every merge.
+            name: of this process, as people read it.
+            patience_s: how long it leaves the role to others at first.
+            metrics_of: makes, for a term of the lease, what is told of every merge.
+        """
+        self.run, self.emit, self.name, self._metrics_of = run, emit, name, metrics_of
+        holder = f"{name} on {socket.gethostname()}, process {os.getpid()}, {uuid.uuid4().hex[:8]}"
+        self._lease = Lease(run.store, run.lease_folder, holder=holder, lapse_s=run.config.lease_s)
+        self._not_before = time.monotonic() + patience_s
+        self.stopping = threading.Event()
+
+    @property
+    def holds_role(self) -> bool:
+        """Whether the role is this one's."""
+        return self._lease.term is not None
+
+    @property
+    def another_leads(self) -> bool:
+        """Whether another one holds the role and lives."""
+        return self._lease.another_lives
+
+    def serve(self) -> float | None:
+        """Stands by and holds the role whenever it's free.
+
+        Returns:
+            Holdout loss of the final global parameters, nats per token; None: told to stop before.
+
+        Raises:
+            AtollError: the store is lost for longer than its retries, or the tape is damaged.
+        """
+        told: str | None = None
+        while not self.stopping.is_set():
+            loss = finished_loss(self.run)
+            if loss is not None:
+                self.emit({"state": "finished", "holdout_loss": loss})
+                return loss
+            if time.monotonic() >= self._not_before and self._lease.take():
+                loss = self._lead()
+                if loss is not None:
+                    return loss
+                continue
+            holder = self._lease.holder()
+            if holder != told and holder is not None:
+                self.emit({"state": "standing by", "holder": holder})
+                told = holder
+            self.stopping.wait(min(0.5, self.run.config.lease_s / 8))
+        return None
+
+    def _lead(self) -> float | None:
+        term = self._lease.term
+        assert term is not None
+        self.emit({"state": "leading", "term": term})
+        metrics = self._metrics_of(term) if self._metrics_of is not None else None
+        if metrics is not None:
+            metrics.note("lease", holder=self.name, term=term)
+        over, deposed = threading.Event(), threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.run.config.lease_s / 8):
+                try:
+                    if not self._lease.renew():
+                        deposed.set()
+                        return
+                except AtollError:
+                    continue  # it's tried again; if the store stays away, the merges' own errors say so
+
+        thread = threading.Thread(target=beat, name="lease", daemon=True)
+        thread.start()
+        try:
+            syncer = Syncer(self.run, emit=self.emit, metrics=metrics)
+            try:
+                return syncer.serve(stop=lambda: deposed.is_set() or self.stopping.is_set())
+            finally:
+                syncer.close()
+        finally:
+            over.set()
+            thread.join()
+            self._lease.release()
+            if metrics is not None:
+                metrics.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import safetensors
@@ -12,6 +12,7 @@ import torch
 import xxhash
 
 from manifests.errors import Failure
+from trainer.quantise import WIRES
 
 
 class CorruptObject(Failure):
@@ -60,3 +61,31 @@ def _content_hash(tensors: Mapping[str, torch.Tensor], description: str) -> str:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def pack_parts(
+    parts: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], wire: str, description: Mapping[str, Any]
+) -> bytes:
+    """A fragment as it travels (quantise.py), with what is known of it."""
+    return pack(parts, {**description, "wire": wire, "shapes": {name: list(shapes[name]) for name in sorted(shapes)}})
+
+
+def unpack_parts(
+    data: bytes, *, name: str, shapes: Mapping[str, Sequence[int]]
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """A fragment's parts and description, checked to be of such a fragment and finite.
+
+    Raises:
+        CorruptObject: damaged, or of another model or run.
+    """
+    parts, description = unpack(data, name=name)
+    if description.get("shapes") != {key: list(shapes[key]) for key in sorted(shapes)}:
+        raise CorruptObject(f"{name} holds other tensors than the fragment; it's of another model or run")
+    if description.get("wire") not in WIRES:
+        raise CorruptObject(
+            f"{name} is of wire format {description.get('wire')!r}; this version knows {', '.join(WIRES)}"
+        )
+    numbers = [part for part in parts.values() if part.is_floating_point()]
+    if not all(bool(torch.isfinite(part).all()) for part in numbers):
+        raise CorruptObject(f"{name} holds numbers that are not finite; the island has diverged")
+    return parts, description

@@ -16,8 +16,10 @@ def _impatient() -> Iterator[None]:
     """Islands and syncer look around often, and leave cores to each other."""
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.island._POLL_S", 0.01)
+        patch.setattr("trainer.receiver._POLL_S", 0.01)
+        patch.setattr("trainer.receiver._NEWS_EVERY_S", 0.02)
         patch.setattr("trainer.syncer._POLL_S", 0.01)
+        patch.setattr("trainer.syncer._MEMBERS_EVERY_S", 0.05)
         yield
 
 

@@ -136,7 +136,7 @@ def kill() -> None:
 
 def test_an_island_takes_a_new_tier_version_at_a_rounds_edge_and_reads_nothing_twice(tiny_store: Store) -> None:
     run = start_run(tiny_store, "r", **OPTIONS)
-    Island(run, 0, emit=at_step(9, lambda: add_version(tiny_store))).train()
+    Island(run, 0, emit=at_step(9, lambda: add_version(tiny_store)), in_background=False).train()
     check_no_token_twice(run)
     (taken,) = events(run, "tier_version_taken")
     assert (taken["detail"]["before"], taken["detail"]["after"], taken["round"]) == (1, 2, 9)
@@ -182,12 +182,12 @@ def test_an_island_that_died_after_the_change_goes_on_as_if_it_had_not(tiny_stor
     ran = start_run(tiny_store, "ran", **OPTIONS)
     died = start_run(tiny_store, "died", **OPTIONS)
     with pytest.raises(Killed):
-        Island(died, 0, emit=at_step(9, kill)).train()
-    Island(ran, 0, emit=at_step(9, lambda: add_version(tiny_store))).train()
+        Island(died, 0, emit=at_step(9, kill), in_background=False).train()
+    Island(ran, 0, emit=at_step(9, lambda: add_version(tiny_store)), in_background=False).train()
     # It comes back in a store that has the new version, and takes it at the same edge: nothing after round 8 had been committed.
     with pytest.raises(Killed):
-        Island(load_run(tiny_store, "died"), 0, emit=at_step(dies_at, kill)).train()
-    Island(load_run(tiny_store, "died"), 0, emit=silent).train()
+        Island(load_run(tiny_store, "died"), 0, emit=at_step(dies_at, kill), in_background=False).train()
+    Island(load_run(tiny_store, "died"), 0, emit=silent, in_background=False).train()
     check_no_token_twice(died)
     assert {event["round"] for event in events(died, "tier_version_taken")} == {8}
     assert (
@@ -219,7 +219,7 @@ def test_the_state_after_a_change_is_small_and_gives_the_very_next_sequences(tin
 
 def test_a_run_that_stays_does_not_take_a_new_tier_version(tiny_store: Store) -> None:
     run = start_run(tiny_store, "r", follow_tiers=False, **OPTIONS)
-    Island(run, 0, emit=at_step(9, lambda: add_version(tiny_store))).train()
+    Island(run, 0, emit=at_step(9, lambda: add_version(tiny_store)), in_background=False).train()
     assert events(run, "tier_version_taken") == []
 
 
@@ -231,7 +231,7 @@ def test_a_flagged_document_stops_flowing_at_the_next_round_and_may_come_back(ti
         doc_ids = matching(Catalog(tiny_store), "tier = 'S'", flagged=False)
         set_flags(tiny_store, doc_ids, flagged=True, predicate="tier = 'S'", reason="harmful")
 
-    Island(run, 0, emit=at_step(6, flag)).train()
+    Island(run, 0, emit=at_step(6, flag), in_background=False).train()
     steps = {row["step"] for row in spans(run) if row["tier"] == "S"}
     assert steps
     assert max(steps) <= 8
@@ -262,7 +262,7 @@ def test_a_resume_over_other_shards_of_the_same_version_is_refused(tiny_store: S
 def test_a_tier_that_runs_out_leaves_its_weight_to_the_next_and_that_is_recorded(store: Store) -> None:
     fabricate(store, per_tier=12)
     run = start_run(store, "r", max_repeats=0, **(OPTIONS | {"strategies": ("aggressive",)}))
-    Island(run, 0, emit=silent).train()
+    Island(run, 0, emit=silent, in_background=False).train()
     check_repeats(run, most=1)
     (first, *_) = events(run, "exhausted")
     assert first["detail"]["group"] in ("S", "A")
@@ -289,7 +289,7 @@ def test_a_run_that_has_read_all_it_may_says_so(store: Store) -> None:
     fabricate(store, per_tier=6, per_shard=6)
     run = start_run(store, "r", max_repeats=1, **(OPTIONS | {"steps": 60}))
     with pytest.raises(Failure, match=r"every document has come 2 times .*--max-repeats"):
-        Island(run, 0, emit=silent).train()
+        Island(run, 0, emit=silent, in_background=False).train()
 
 
 def grouped(store: Store, expression: str, **weights: float) -> Run:
@@ -298,7 +298,7 @@ def grouped(store: Store, expression: str, **weights: float) -> Run:
 
 def test_groups_of_whole_shards_are_mixed_as_asked(tiny_store: Store) -> None:
     run = grouped(tiny_store, "origin", real=1, synthetic=3)
-    Island(run, 0, emit=silent).train()
+    Island(run, 0, emit=silent, in_background=False).train()
     total = Counter[str]()
     for row in Catalog(tiny_store).rows("SELECT origin, tokens, tier FROM consumption WHERE run = 'g'"):
         total[row["origin"]] += row["tokens"]
@@ -346,7 +346,7 @@ def test_groups_that_cannot_be_mixed_are_refused(
 
 def test_a_group_of_weight_zero_never_comes(tiny_store: Store) -> None:
     run = grouped(tiny_store, "origin", real=0, synthetic=1)
-    Island(run, 0, emit=silent).train()
+    Island(run, 0, emit=silent, in_background=False).train()
     rows = Catalog(tiny_store).rows("SELECT DISTINCT origin FROM consumption WHERE run = 'g'")
     assert [row["origin"] for row in rows] == ["synthetic"]
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+import trainer.records
 from manifests.catalog import Catalog
 from manifests.schemas import TIERS
 from manifests.store import Store
 from pipeline.forget import forget, plan_erasure
 from tiny import silent, start_run, train_alone
-from trainer import island as island_module
 from trainer.island import Island
 from trainer.run import Run
 
@@ -29,15 +29,15 @@ def test_a_run_goes_on_without_what_was_forgotten_meanwhile(tiny_store: Store, m
     whole = start_run(tiny_store, "whole", num_islands=1)
     train_alone(whole, 0)
     run = start_run(tiny_store, "r", num_islands=1)
-    really_save = island_module.save_island
+    really_commit = trainer.records.commit_rounds
 
-    def die(run: Run, **more: Any) -> str:
-        if more["progress"].round == 5:
+    def die(run: Run, island: int, rows: list[dict[str, Any]]) -> None:
+        if rows[-1]["round"] == 5:
             raise Killed
-        return really_save(run, **more)
+        really_commit(run, island, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.island.save_island", die)
+        patch.setattr("trainer.records.commit_rounds", die)
         with pytest.raises(Killed):
             train_alone(run, 0)
     early = {row["doc_id"] for row in _read(run)}
@@ -52,7 +52,7 @@ def test_a_run_goes_on_without_what_was_forgotten_meanwhile(tiny_store: Store, m
     assert (seen["r"]["first_round"], seen["r"]["last_round"], seen["r"]["checkpoints"]) == (first, 4, 5 - first)
     forget(erasure)
 
-    Island(run, 0, emit=silent).train()
+    Island(run, 0, emit=silent, in_background=False).train()
     assert not {row["doc_id"] for row in _read(run, after=4)} & forgotten
     assert {row["doc_id"] for row in _read(run)} & forgotten == early & forgotten
     # Every batch is full, by the island's own counter and by the table.

@@ -17,9 +17,12 @@ from manifests.tables import create_store
 from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
 from tools.provenance import check_ledger, checkpoint_mix, last_global_checkpoint
 from trainer.island import Island
+from trainer.members import claim_incarnation
+from trainer.quantise import quantise
 from trainer.run import GLOBAL, Run, load_run
-from trainer.syncer import Syncer, prepare_run
-from trainer.wire import pack, unpack
+from trainer.syncer import Syncer
+from trainer.tape import GlobalState, first_state, prepare_run, read_merge
+from trainer.wire import pack, pack_parts, unpack
 
 _SPANS = """
 SELECT step, position, doc_id, tier, origin, token_start, tokens, loss
@@ -88,17 +91,25 @@ def _spans(run: Run, island: int) -> list[dict[str, Any]]:
     return Catalog(run.store).rows(_SPANS, [run.name, island])
 
 
+def _tape(run: Run) -> list[dict[str, Any]]:
+    anatomy = first_state(run)[1]
+    merges = []
+    while run.store.exists(run.merge_path(len(merges) + 1)):
+        merges.append(read_merge(run, anatomy, len(merges) + 1)[1])
+    return merges
+
+
 def _die_before_committing(monkeypatch: pytest.MonkeyPatch, round_: int) -> None:
-    import trainer.island
+    import trainer.records
 
-    save = trainer.island.save_island
+    commit = trainer.records.commit_rounds
 
-    def die(run: Run, **more: Any) -> str:
-        if more["progress"].round == round_:
+    def die(run: Run, island: int, rows: list[dict[str, Any]]) -> None:
+        if any(row["round"] == round_ for row in rows):
             raise Killed
-        return save(run, **more)
+        commit(run, island, rows)
 
-    monkeypatch.setattr("trainer.island.save_island", die)
+    monkeypatch.setattr("trainer.records.commit_rounds", die)
 
 
 def _check_whole_ledger(run: Run) -> None:
@@ -115,7 +126,7 @@ def _check_whole_ledger(run: Run) -> None:
 
 
 def test_ledger_of_islands_that_train_together_is_exact(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", grace_s=0.1, max_staleness=100)
+    run = start_run(tiny_store, "r", max_staleness=100)
     loss = train_together(run)
     _check_whole_ledger(run)
     merges = Catalog(tiny_store).rows("SELECT DISTINCT merge, fragment, version FROM merges WHERE run = 'r'")
@@ -138,8 +149,9 @@ def test_an_outer_gradient_is_merged_once(tiny_store: Store) -> None:
     run = start_run(tiny_store, "r", max_staleness=3)
     train_together(run)
     Syncer(run, emit=silent).serve()
-    taken = [c["path"] for event in _events(run, "merge") for c in event["detail"]["contributions"]]
+    taken = [path for merge in _tape(run) for c in merge["contributions"] for path in c["paths"]]
     assert len(taken) == len(set(taken))
+    assert sum(c["steps"] for merge in _tape(run) for c in merge["contributions"]) == 2 * 2 * run.config.steps
     for island in range(2):
         for fragment in range(2):
             rounds = [
@@ -151,28 +163,31 @@ def test_an_outer_gradient_is_merged_once(tiny_store: Store) -> None:
             assert rounds == sorted(rounds)
 
 
-def test_what_an_island_sends_again_before_it_receives_is_not_counted_twice(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", num_islands=1, strategies=("balanced",), outer_lr=1.0, outer_momentum=0.0)
-    syncer = Syncer(run, emit=silent)
-    start = dict(syncer.fragments[0].parameters)
+def test_what_an_island_sends_twice_before_a_merge_goes_in_as_one(tiny_store: Store) -> None:
+    run = start_run(
+        tiny_store, "r", num_islands=1, strategies=("balanced",), outer_lr=1.0, outer_momentum=0.0, wire="fp32"
+    )
+    claim_incarnation(run, 0)
+    syncer = Syncer(run, emit=silent, in_background=False)
+    start = dict(syncer.state.fragments[0].outer.parameters)
 
     def send(round_: int, moved: float) -> None:
-        """All that the island has moved since its base, version 0, though an earlier part is merged already."""
         gradient = {name: torch.full_like(value, moved) for name, value in start.items()}
         said = {
             "run": "r", "island": 0, "round": round_, "fragment": 0, "base_version": 0, "checkpoint": "00" * 16,
-            "step": round_, "tokens": 32 * round_, "steps": round_,
+            "step": round_, "tokens": 32 * round_, "steps": round_, "step_time_s": 0.1,
         }  # fmt: skip
-        run.store.put_new(f"{run.outer_folder(0, 0)}/0000-{round_:06d}.safetensors", pack(gradient, said))
-        syncer._consider(0, flush=True)
+        shapes = {name: tuple(value.shape) for name, value in start.items()}
+        run.store.put_new(run.outer_path(0, round_, 0), pack_parts(quantise(gradient, "fp32"), shapes, "fp32", said))
 
     send(2, 0.5)
-    send(6, 0.75)
-    assert syncer.fragments[0].version == 2
+    send(4, 0.25)
+    syncer.sweep()
+    assert syncer.state.fragments[0].version == 1
     for name, value in start.items():
-        torch.testing.assert_close(syncer.fragments[0].parameters[name], value - 0.75)
+        torch.testing.assert_close(syncer.state.fragments[0].outer.parameters[name], value - 0.75)
     taken = Catalog(run.store).rows("SELECT tokens, steps FROM merges ORDER BY merge")
-    assert taken == [{"tokens": 64, "steps": 2}, {"tokens": 128, "steps": 4}]
+    assert taken == [{"tokens": 192, "steps": 6}]
 
 
 def test_an_empty_tier_gives_its_share_away(store: Store) -> None:
@@ -198,7 +213,7 @@ def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
     assert raw[0]["n"] > 0
     assert max((span["step"] for span in _spans(broken, 0)), default=0) == round_ - 1
 
-    island = Island(broken, 0, emit=silent)
+    island = Island(broken, 0, emit=silent, in_background=False)
     assert (island.incarnation, island.progress.round) == (1, round_ - 1)
     island.train()
     assert _spans(broken, 0) == _spans(whole, 0)
@@ -240,7 +255,7 @@ def test_a_new_syncer_records_the_merge_that_a_dead_one_made(
 ) -> None:
     run = unmerged_run
 
-    def die(self: Syncer, description: dict[str, Any]) -> None:
+    def die(self: Syncer, description: dict[str, Any], **more: Any) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
@@ -248,8 +263,8 @@ def test_a_new_syncer_records_the_merge_that_a_dead_one_made(
         with pytest.raises(Killed):
             Syncer(run, emit=silent).serve()
     assert _events(run, "merge") == []
-    assert run.newest_version(0) == 1
-    Syncer(run, emit=silent)
+    assert len(_tape(run)) == 1
+    Syncer(run, emit=silent, in_background=False)
     assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [(0, 1, 1)]
     Syncer(run, emit=silent).serve()
     assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [
@@ -264,41 +279,25 @@ def test_a_new_syncer_commits_the_global_checkpoint_that_a_dead_one_owed(
 ) -> None:
     run = unmerged_run
 
-    def die(self: Syncer, *, final: bool) -> float:
+    def die(self: Syncer, state: GlobalState) -> None:
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Syncer, "_checkpoint", die)
+        patch.setattr(Syncer, "_commit_checkpoint", die)
         with pytest.raises(Killed):
-            Syncer(run, emit=silent).serve()
+            Syncer(run, emit=silent, in_background=False).serve()
     assert _events(run, "merge")[-1]["detail"]["merge"] == run.config.num_fragments
-    Syncer(run, emit=silent)
-    Syncer(run, emit=silent)
+    Syncer(run, emit=silent, in_background=False)
+    Syncer(run, emit=silent, in_background=False)
     assert [row["clock"] for row in _checkpoints(run) if row["island"] == GLOBAL] == [[1, 1]]
-
-
-def test_an_island_gives_up_the_object_that_a_dead_incarnation_had_no_time_to(
-    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start_run(tiny_store, "r", num_islands=1)
-
-    def die(self: Store, path: str) -> None:
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Store, "delete", die)
-        with pytest.raises(Killed):
-            train_alone(run, 0)
-    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [True, True]
-    Island(run, 0, emit=silent)
-    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [False, True]
 
 
 def test_a_syncer_that_lost_the_race_takes_what_the_winner_made(unmerged_run: Run) -> None:
     run = unmerged_run
-    slow, fast = Syncer(run, emit=silent), Syncer(run, emit=silent)
-    assert fast.serve() == pytest.approx(slow.serve())
-    assert [run.newest_version(fragment) for fragment in range(2)] == [1, 1]
+    slow, fast = (Syncer(run, emit=silent, in_background=False) for _ in range(2))
+    fast.sweep()
+    assert slow.serve() == pytest.approx(fast.serve())
+    assert slow.state.clock == fast.state.clock == [1, 1]
     assert len(_events(run, "merge")) == 2
     _check_whole_ledger(run)
 
@@ -306,16 +305,17 @@ def test_a_syncer_that_lost_the_race_takes_what_the_winner_made(unmerged_run: Ru
 @pytest.mark.parametrize("damage", ["bytes", "other shapes", "other run", "no steps", "not finite", "foreign"])
 def test_a_bad_outer_gradient_is_refused_by_name_and_the_run_finishes(unmerged_run: Run, damage: str) -> None:
     run = unmerged_run
-    path = f"{run.outer_folder(0, 0)}/0001-{run.config.num_rounds:06d}.safetensors"
+    path = run.outer_path(1, run.config.num_rounds + 1, 0)
     data = unmerged_run.store.get(path)
-    tensors, description = unpack(data, name=path)
-    first = next(iter(tensors))
+    parts, description = unpack(data, name=path)
+    shapes = description["shapes"]
+    first = next(iter(shapes))
     bad = {
         "bytes": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:],
-        "other shapes": pack({name: tensor[:1] for name, tensor in tensors.items()}, description),
-        "other run": pack(tensors, description | {"run": "another"}),
-        "no steps": pack(tensors, description | {"tokens": 0, "steps": 0}),
-        "not finite": pack(tensors | {first: torch.full_like(tensors[first], torch.nan)}, description),
+        "other shapes": pack(parts, description | {"shapes": shapes | {first: [1]}}),
+        "other run": pack(parts, description | {"run": "another"}),
+        "no steps": pack(parts, description | {"tokens": 0, "steps": 0}),
+        "not finite": pack(parts | {"scales": torch.full_like(parts["scales"], torch.nan)}, description),
         "foreign": b"not ours at all",
     }[damage]
     (unmerged_run.store.root / path).write_bytes(bad)
@@ -323,18 +323,17 @@ def test_a_bad_outer_gradient_is_refused_by_name_and_the_run_finishes(unmerged_r
     refused = _events(run, "refused")
     assert [(e["island"], e["fragment"]) for e in refused] == [(1, 0)]
     assert path in refused[0]["detail"]["why"]
-    taken = [c["path"] for event in _events(run, "merge") for c in event["detail"]["contributions"]]
-    assert path not in taken
+    tape = _tape(run)
+    assert path not in [path for merge in tape for c in merge["contributions"] for path in c["paths"]]
     assert len(_events(run, "finished")) == 1
-    for fragment in range(2):
-        last, _ = unpack(unmerged_run.store.get(run.global_path(fragment, run.newest_version(fragment))), name="f")
-        assert all(bool(torch.isfinite(tensor).all()) for tensor in last.values())
     check_ledger(Catalog(unmerged_run.store), "r")
+    # The island that sent it isn't left waiting for it.
+    assert max(merge["rounds"].get("1", 0) for merge in tape if merge["fragment"] == 0) == run.config.num_rounds + 1
 
 
 def test_an_object_of_no_island_among_the_outer_gradients_is_left_alone(unmerged_run: Run) -> None:
     run = unmerged_run
-    unmerged_run.store.put_new(f"{run.outer_folder(0, 0)}/notes.txt", b"hello")
+    unmerged_run.store.put_new(f"{run.outer_folder(0)}/notes.txt", b"hello")
     Syncer(run, emit=silent).serve()
     _check_whole_ledger(run)
 
@@ -345,21 +344,9 @@ def test_checkpoint_objects_are_given_up_except_anchors(tiny_store: Store) -> No
     rows = _checkpoints(run)
     assert [row["round"] for row in rows] == list(range(1, 9))
     assert [row["anchor"] for row in rows] == [False, True] * 4
-    assert [tiny_store.exists(row["object"]) for row in rows] == [row["anchor"] for row in rows]
+    assert [bool(row["object"]) for row in rows] == [row["anchor"] for row in rows]
+    assert all(tiny_store.exists(row["object"]) for row in rows if row["anchor"])
     assert [row["parent"] for row in rows] == [None, *(row["checkpoint"] for row in rows[:-1])]
-
-
-def test_the_last_checkpoint_keeps_its_object_until_the_next_is_committed(
-    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = start_run(tiny_store, "r", num_islands=1)
-    with monkeypatch.context() as patch:
-        _die_before_committing(patch, 4)
-        with pytest.raises(Killed):
-            train_alone(run, 0)
-    assert tiny_store.exists(_last(run, 0)["object"])
-    train_alone(run, 0)
-    assert [tiny_store.exists(row["object"]) for row in _checkpoints(run)] == [False, True] * 4
 
 
 def test_a_finished_run_may_be_run_again_and_nothing_changes(unmerged_run: Run) -> None:

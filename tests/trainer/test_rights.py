@@ -122,7 +122,7 @@ def start_again(run: Run, text: str, weights: Mapping[str, float], state: str) -
 
 def test_island_that_starts_again_leaves_out_what_was_forbidden_meanwhile(licensed_store: Store) -> None:
     run = run_under(licensed_store, policy(all=["*"]))
-    island = Island(run, 0, emit=stop_after(3))
+    island = Island(run, 0, emit=stop_after(3), in_background=False)
     with pytest.raises(Stopped):
         island.train()
     rounds = Catalog(licensed_store).rows("SELECT max(round) AS n FROM checkpoints WHERE run = 'r'")[0]["n"]

@@ -24,8 +24,10 @@ from manifests.schemas import TIERS
 from manifests.store import Store
 from trainer.config import RunConfig
 from trainer.island import Island
+from trainer.members import say_finished
 from trainer.run import Run, create_run
-from trainer.syncer import Syncer, prepare_run
+from trainer.syncer import Syncer
+from trainer.tape import prepare_run
 
 U32: np.dtype[Any] = np.dtype("<u4")
 PLACES = 1_000
@@ -147,7 +149,7 @@ def tiny_config(run: str, **options: Any) -> RunConfig:
     defaults: dict[str, Any] = {
         "tier_version": 1, "pool": "p", "token_dtype": "uint16", "vocab_size": VOCABULARY, "model": MODEL, "num_islands": 2,
         "strategies": ("balanced", "conservative"), "steps": 8, "batch_size": 2, "seq_len": 16, "warmup_steps": 2, "num_fragments": 2,
-        "sync_every": 2, "quorum": 1, "grace_s": 0.05, "holdout_sequences": 2, "device": "cpu",
+        "sync_every": 2, "quorum": 1, "holdout_sequences": 2, "device": "cpu",
     }  # fmt: skip
     return RunConfig(run=run, **(defaults | options))
 
@@ -176,8 +178,8 @@ def unhurried(status: dict[str, Any]) -> None:
 
 
 def train_alone(run: Run, island: int) -> None:
-    """Runs one island to its end; nobody merges meanwhile."""
-    Island(run, island, emit=silent).train()
+    """Runs one island to its end, the same way every time; nobody merges meanwhile."""
+    Island(run, island, emit=silent, in_background=False).train()
 
 
 def train_together(run: Run) -> float:
@@ -192,12 +194,13 @@ def train_together(run: Run) -> float:
             island.train()
         except BaseException as e:
             errors.append(e)
-            run.store.put_content(run.finished_path(island.island), b"{}")  # or the syncer would wait for ever
+            say_finished(run, island.island, step=0)  # or the syncer would wait for ever
 
     threads = [threading.Thread(target=live, args=(island,)) for island in islands]
     for thread in threads:
         thread.start()
     loss = syncer.serve()
+    assert loss is not None
     for thread in threads:
         thread.join()
     if errors:
