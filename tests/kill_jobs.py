@@ -24,7 +24,6 @@ import pipeline.retier
 import pipeline.scoring_model
 import pipeline.tier
 import tools.cli  # noqa: F401  all commands of the app
-import trainer.island
 from manifests.catalog import Catalog
 from manifests.tables import create_store, open_store
 from manifests.upkeep import compact, vacuum
@@ -34,7 +33,7 @@ from pipeline.sources import SourceSpec
 from pipeline.tokenizer import train_tokenizer
 from tools.app import app
 from trainer.config import RunConfig
-from trainer.island import Island, Receiver
+from trainer.island import Island
 from trainer.rollback import apply_rollback, plan_rollback
 from trainer.run import create_run
 from trainer.syncer import Syncer
@@ -103,37 +102,28 @@ def _shard(uri: str, sources: Path) -> None:
     pipeline.pool.shard(open_store(uri), config=pipeline.pool.ShardConfig(shard_bytes=1024))
 
 
-class _Looking(Receiver):
-    """A receiver that fetches when it is told to."""
-
-    def start(self) -> None:
-        """Begins no thread."""
-
-
 class _Stepped(Island):
     """An island with its syncer in the same thread: whatever there is to merge is merged and received before the next step, in every attempt."""
 
-    syncer: Syncer
+    syncer: Syncer | None = None
 
-    def _receive(self, receiver: Receiver) -> None:
-        for fragment in range(len(self.fragments)):
-            self.syncer._consider(fragment, flush=True)
-            receiver._fetch_newest(fragment)
-        super()._receive(receiver)
+    def _receive(self) -> None:
+        if self.syncer is not None:
+            self.syncer.sweep()
+            self.receive_now()
 
 
 def _train(uri: str, sources: Path) -> None:
-    trainer.island.Receiver = _Looking  # type: ignore[misc]
     store = open_store(uri)
     pool = Catalog(store).rows("SELECT pool, token_dtype FROM pools")[0]
     config = RunConfig(
         run=RUN, tier_version=1, **pool, vocab_size=300, model=_MODEL, num_islands=1, strategies=("adaptive",), steps=3,
-        batch_size=8, seq_len=16, warmup_steps=2, num_fragments=2, sync_every=2, quorum=1, grace_s=0.0, holdout_sequences=2, device="cpu",
+        batch_size=8, seq_len=16, warmup_steps=2, num_fragments=2, sync_every=2, quorum=1, grace=0.0, holdout_sequences=2, device="cpu",
     )  # fmt: skip
     run = create_run(store, config)
     prepare_run(run)
-    syncer = Syncer(run, emit=lambda status: None)
-    island = _Stepped(run, 0, emit=lambda status: None)
+    syncer = Syncer(run, emit=lambda status: None, in_background=False)
+    island = _Stepped(run, 0, emit=lambda status: None, in_background=False)
     island.syncer = syncer
     island.train()
     syncer.serve()

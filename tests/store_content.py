@@ -43,8 +43,10 @@ OF_EVERY_INCARNATION = {
 """Rows that every incarnation of an island writes: table, column and value."""
 DIFFERING_OBJECTS = {
     r"probe/[0-9a-f]{32}/.+": "of a killed probe: the next one can't know that it is dead",
-    r"runs/[^/]+/islands/\d+/incarnations/\d+": "a process claims its incarnation by it",
+    r"runs/[^/]+/members/\d+-\d+\.json": "a process claims its incarnation by it",
 }
+_STEP_TIME = re.compile(r'"step_time_s": [0-9.e-]+')
+"""Measured time, in what an island says of an outer gradient."""
 _ISLAND_CHECKPOINT = re.compile(r"(runs/[^/]+/islands/\d+/checkpoint-\d+)-\d+\.safetensors")
 """Their names end with the incarnation. One that no row names is of an incarnation that was killed before its commit; nobody may delete it, since
 nobody can know that it won't commit."""
@@ -104,9 +106,10 @@ class _Names:
 
     def hash_of(self, path: str, data: bytes) -> str:
         """Hash of what an object says: of a run's tensors, the description with plain names."""
-        if path.startswith("runs/") and path.endswith(".safetensors") and self._ids:
+        if path.startswith("runs/") and path.endswith(".safetensors"):
             tensors, description = unpack(data, name=path)
-            data = pack(tensors, json.loads(self.plain(json.dumps(description))))
+            text = _STEP_TIME.sub('"step_time_s": 0', self.plain(json.dumps(description)))
+            data = pack(tensors, json.loads(text))
         return object_hash(data)
 
 

@@ -403,11 +403,14 @@ def watch(store: Store, run_name: str, *, every_s: float, once: bool, out: Conso
         looker = _Looker(watcher, every_s)
         looker.start()
         with show:
-            while not looker.is_over:
-                looker.news.wait(1.0)
-                looker.news.clear()
+            while True:
+                is_over = looker.is_over  # asked before: what comes with the end is shown
                 if looker.view is not None:
                     show(looker.view, looker.error)
+                if is_over:
+                    break
+                looker.news.wait(1.0)
+                looker.news.clear()
         if looker.failure is not None:
             raise looker.failure
 
@@ -467,6 +470,7 @@ class _Lines:
     def __init__(self, out: Console) -> None:
         self._out = out
         self._printed_at: float | None = None
+        self._printed: View | None = None
 
     def __enter__(self) -> None:
         pass
@@ -476,8 +480,8 @@ class _Lines:
 
     def __call__(self, view: View, error: AtollError | None) -> None:
         due = self._printed_at is None or time.monotonic() - self._printed_at >= _LINE_EVERY_S
-        if due or view.has_finished:
-            self._printed_at = time.monotonic()
+        if due or (view.has_finished and view is not self._printed):
+            self._printed_at, self._printed = time.monotonic(), view
             self._out.print(Text(line(view, time.time(), error)), soft_wrap=True)
 
 

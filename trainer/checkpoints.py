@@ -126,7 +126,8 @@ def pack_island(
                 "version": drift.version,
                 "tokens": drift.tokens,
                 "steps": drift.steps,
-                "pending": {str(round_): dict(sent.said) for round_, sent in drift.pending.items()},
+                # Without what was measured by the clock: rounds that are taken again make the same checkpoint, to the bit.
+                "pending": {str(round_): {**sent.said, "step_time_s": 0.0} for round_, sent in drift.pending.items()},
             }
         )
     counters = {

@@ -11,7 +11,7 @@ class Lane:
     """Errands in order. The first that fails ends the lane: what comes after it builds on it."""
 
     def __init__(self, name: str) -> None:
-        self._errands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._errands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._waiting = 0
         self._changed = threading.Condition()
@@ -23,7 +23,7 @@ class Lane:
         """Errands that aren't done yet."""
         return self._waiting
 
-    def add(self, errand: Callable[[], None]) -> None:
+    def add(self, errand: Callable[[], object]) -> None:
         """Leaves an errand to the lane.
 
         Raises:
@@ -72,7 +72,7 @@ class Inline:
 
     backlog = 0
 
-    def add(self, errand: Callable[[], None]) -> None:
+    def add(self, errand: Callable[[], object]) -> None:
         """Does it."""
         errand()
 

@@ -54,6 +54,7 @@ from trainer.run import Run
 from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
 from trainer.tape import anatomy_of, read_global
+from trainer.wire import object_hash
 
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
@@ -248,6 +249,23 @@ class Island:
                     self._keeper.send(sending)
             self._parent = row["checkpoint"]
             self._receipts = []
+            self._complete(row)
+
+    def _complete(self, row: dict[str, Any]) -> None:
+        """Puts the object of a row in the store that an incarnation had no time to put there, if it comes out as it was."""
+        if not row["object"] or self.run.store.exists(row["object"]):
+            return
+        whole = pack_island(
+            self.run,
+            island=self.island,
+            incarnation=row["incarnation"],
+            engine=self.engine,
+            drifts=self.drifts,
+            progress=self.progress,
+            replaces=None,
+        )
+        if whole.path == row["object"] and object_hash(whole.data) == row["hash"]:
+            self._bulk.add(lambda: self._store_whole(whole))
 
     def _skip_to(self, row: dict[str, Any]) -> None:
         progress = self.progress

@@ -182,7 +182,7 @@ class Syncer:
         # The order matters: what an island sent before it finished is seen by the look after.
         everyone = self._look_for_members()
         self._look_for_gradients()
-        merged = any([self._consider(number, flush=everyone) for number in range(len(self._inboxes))])
+        merged = sum(self._consider(number, flush=everyone) for number in range(len(self._inboxes))) > 0
         waiting = any(rounds for inbox in self._inboxes for rounds in inbox.waiting.values())
         return merged, everyone and not merged and not waiting
 
@@ -321,7 +321,8 @@ class Syncer:
         inbox.first_at = now if any(inbox.waiting.values()) else None
         inbox.quorum_at, inbox.merged_at = None, now
         for said in taken:
-            self._step_times[said["island"]] = said["step_time_s"]
+            if said["step_time_s"] > 0:
+                self._step_times[said["island"]] = said["step_time_s"]
         move(self.state, description, outer)
         live = len(self._live() | set(islands))
         self._append_merge(description, cosines=cosines, dropped=dropped, live=live)
@@ -422,7 +423,7 @@ class Syncer:
     ) -> None:
         detail = {
             "merge": description["merge"],
-            "contributions": [{k: v for k, v in c.items() if k != "paths"} for c in description["contributions"]],
+            "contributions": [{k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]],
             "cosines": cosines,
             "dropped": dropped,
             "live": live,
