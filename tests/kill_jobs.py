@@ -24,6 +24,7 @@ import pipeline.retier
 import pipeline.scoring_model
 import pipeline.tier
 import tools.cli  # noqa: F401  all commands of the app
+import trainer.syncer
 from manifests.catalog import Catalog
 from manifests.tables import create_store, open_store
 from manifests.upkeep import compact, vacuum
@@ -114,6 +115,7 @@ class _Stepped(Island):
 
 
 def _train(uri: str, sources: Path) -> None:
+    trainer.syncer._MEMBERS_EVERY_S = 0.0
     store = open_store(uri)
     pool = Catalog(store).rows("SELECT pool, token_dtype FROM pools")[0]
     config = RunConfig(

@@ -110,11 +110,15 @@ class _Names:
             tensors, description = unpack(data, name=path)
             text = _STEP_TIME.sub('"step_time_s": 0', self.plain(json.dumps(description)))
             data = pack(tensors, json.loads(text))
+        elif path.startswith("runs/") and path.endswith(".json"):
+            data = self.plain(data.decode()).encode()
         return object_hash(data)
 
 
 def _rows(table: str, rows: list[dict[str, Any]], names: _Names) -> list[dict[str, Any]]:
     left_out = {*DIFFERING_COLUMNS, *(["inputs"] if table in DIFFERING_INPUTS else [])}
+    if table == "checkpoints":
+        left_out.add("hash")  # of an object that names checkpoints; what it says is compared itself
     kept = [
         {column: _value(table, column, names.plain(value)) for column, value in row.items() if column not in left_out}
         for row in rows

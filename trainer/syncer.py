@@ -423,7 +423,9 @@ class Syncer:
     ) -> None:
         detail = {
             "merge": description["merge"],
-            "contributions": [{k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]],
+            "contributions": [
+                {k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]
+            ],
             "cosines": cosines,
             "dropped": dropped,
             "live": live,
