@@ -304,7 +304,9 @@ class Syncer:
         for island, why in kept_out.items():
             dropped.append({"island": island, "round": rounds[island], "why": why})
         passed = [i for i, said in enumerate(taken) if said["island"] not in kept_out]
-        description = self._describe(number, [taken[i] for i in passed], rounds)
+        live = len(self._live() | set(islands))
+        said = {"cosines": cosines, "dropped": dropped, "live": live}
+        description = self._describe(number, [taken[i] for i in passed], rounds) | said
         outer, parts = merge_into(
             self.run,
             self.anatomy,
@@ -320,12 +322,11 @@ class Syncer:
         self._averages.note(quorum_s=(inbox.quorum_at or now) - (inbox.first_at or now), sync_s=now - began)
         inbox.first_at = now if any(inbox.waiting.values()) else None
         inbox.quorum_at, inbox.merged_at = None, now
-        for said in taken:
-            if said["step_time_s"] > 0:
-                self._step_times[said["island"]] = said["step_time_s"]
+        for one in taken:
+            if one["step_time_s"] > 0:
+                self._step_times[one["island"]] = one["step_time_s"]
         move(self.state, description, outer)
-        live = len(self._live() | set(islands))
-        self._append_merge(description, cosines=cosines, dropped=dropped, live=live)
+        self._append_merge(description)
         for island, change in changes:
             self._say(
                 change,
@@ -333,7 +334,7 @@ class Syncer:
                 fragment=number,
                 detail={"merge": self.merge, "why": kept_out.get(island, "it passes the gate again")},
             )
-        participants = [said["island"] for said in description["contributions"]]
+        participants = [one["island"] for one in description["contributions"]]
         self.emit({"state": "merged", "merge": self.merge, "fragment": number, "islands": participants})
         self._note(
             "merge",
@@ -418,17 +419,13 @@ class Syncer:
 
     # What is recorded.
 
-    def _append_merge(
-        self, description: dict[str, Any], *, cosines: list[list[float]], dropped: list[dict[str, Any]], live: int
-    ) -> None:
+    def _append_merge(self, description: dict[str, Any]) -> None:
         detail = {
             "merge": description["merge"],
             "contributions": [
                 {k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]
             ],
-            "cosines": cosines,
-            "dropped": dropped,
-            "live": live,
+            **{name: description[name] for name in ("cosines", "dropped", "live")},
         }
         self._say(
             "merge",
@@ -469,7 +466,7 @@ class Syncer:
         inherited = self.run.branch.merge if self.run.branch is not None else 0
         for merge in range(max(recorded, inherited) + 1, self.merge + 1):
             _, description = read_merge(self.run, self.anatomy, merge)
-            self._append_merge(description, cosines=[], dropped=[], live=len(description["rounds"]))
+            self._append_merge(description)
 
     def _complete_checkpoint(self) -> None:
         """Commits the global checkpoint that a dead syncer owed after its last merge."""
