@@ -90,5 +90,7 @@ def test_a_corpus_goes_its_way_on_s3_over_a_bad_line(
     assert sum(read.values()) == 16 * 2 * 64
     assert max(read.values()) == 1
     [at] = [row["round"] for row in taken]
-    assert 1 <= at <= 3  # records are left to the background: how many of the three rounds the island has lived to commit
+    assert (
+        1 <= at <= 3
+    )  # records are left to the background: how many of the three rounds the island has lived to commit
     assert all(row["tier"] == moved[row["doc_id"]][0] for row in rows if row["step"] > 2 * at)

@@ -11,6 +11,7 @@ from rich.table import Table
 from manifests.schemas import TIERS
 from tools.output import STDERR
 from trainer.config import RunConfig
+from trainer.run import GLOBAL
 
 _LINE_EVERY_S = 10.0
 
@@ -44,8 +45,8 @@ class LiveView:
     def __call__(self, status: dict[str, Any]) -> None:
         """Takes one status."""
         island = status["island"]
-        if island in self._islands:
-            known = self._islands[island]
+        if island != GLOBAL:
+            known = self._islands.setdefault(island, {"state": "starting"})
             if status["state"] == "died":
                 STDERR.print(f"island {island}: {status['how']} at step {known.get('step', 0)}; it is started again")
             elif known["state"] == "died":
@@ -72,7 +73,7 @@ class LiveView:
             loss = f"{status['loss']:.3f}" if "loss" in status else ""
             rate = f"{status['tokens_per_s']:,.0f}" if "tokens_per_s" in status else ""
             step = f"{status.get('step', 0)}/{self._config.steps}"
-            table.add_row(str(island), status["state"], status["strategy"], mix, step, loss, rate)
+            table.add_row(str(island), status["state"], status.get("strategy", ""), mix, step, loss, rate)
         return table
 
     def _mix(self, weights: dict[str, float]) -> str:

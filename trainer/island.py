@@ -43,7 +43,7 @@ from trainer.engine import make_engine
 from trainer.errands import Inline, Lane
 from trainer.feed import Feed, holdout_tokens
 from trainer.feedback import Feedback, summarise_cycle
-from trainer.members import claim_incarnation, say_finished
+from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.metrics import Metrics
 from trainer.model import learning_rate
 from trainer.receiver import Follower, Receipt, Receiver
@@ -110,23 +110,30 @@ class Island:
         self._note("state", state="joined", step=self.progress.step)
 
     def train(self) -> None:
-        """Takes the steps that are left, round by round, then says that it has finished.
+        """Takes the steps that are left, round by round, then says that it has finished; stops at a round's edge where it is told to leave.
 
         Raises:
             AtollError: the store is lost for longer than its retries, or another process runs this island.
         """
         self.begin()
         try:
-            while self.progress.round < self.run.config.num_rounds:
+            while self.progress.round < self.run.config.num_rounds and not self.is_leaving:
                 self.train_round()
-            self.finish()
+            if self.is_leaving:
+                self.leave()
+            else:
+                self.finish()
         finally:
             self.close()
 
     def begin(self) -> None:
         """Starts to look for merges in the background."""
         if self._in_background:
-            self._receiver = Receiver(self._follower, has_news=self.feed.has_news)
+            self._receiver = Receiver(
+                self._follower,
+                has_news=self.feed.has_news,
+                is_told_to_leave=lambda: is_told_to_leave(self.run, self.island, self.incarnation),
+            )
             self._receiver.start()
 
     def train_round(self) -> None:
@@ -152,10 +159,22 @@ class Island:
         self._note("state", state="finished", step=progress.step)
         self._status("finished")
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether somebody has told it to leave before its last step."""
+        return (
+            self._receiver is not None
+            and self._receiver.leaving.is_set()
+            and self.progress.round < self.run.config.num_rounds
+        )
+
     def leave(self) -> None:
-        """Waits until all that the rounds so far have left to the background is in the store."""
+        """Waits until all that the rounds so far have left to the background is in the store. What isn't sent yet comes with it if it comes again."""
+        self._event("island_left", step=self.progress.step)
         self._keeper.drain()
         self._bulk.drain()
+        self._note("state", state="left", step=self.progress.step)
+        self._status("left")
 
     def close(self) -> None:
         """Stops all that runs in the background."""

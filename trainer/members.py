@@ -96,4 +96,14 @@ def say_left(run: Run, island: int) -> None:
     known = members(run)
     if island not in known:
         raise UserError(f"run {run.name} has no island {island}; it has {', '.join(str(number) for number in known)}")
-    run.store.put_content(f"{run.members_folder}/{island:04d}-{known[island].incarnations:03d}-left.json", b"{}")
+    run.store.put_content(_left_path(run, island, known[island].incarnations), b"{}")
+
+
+def is_told_to_leave(run: Run, island: int, incarnation: int) -> bool:
+    """Whether somebody has said of this incarnation that it leaves."""
+    return run.store.exists(_left_path(run, island, incarnation + 1))
+
+
+def _left_path(run: Run, island: int, incarnations: int) -> str:
+    """The next incarnation's start takes it back."""
+    return f"{run.members_folder}/{island:04d}-{incarnations:03d}-left.json"

@@ -1,4 +1,4 @@
-"""What an island looks for in the store while it trains: new merges, and whether there's new data. No step waits for it."""
+"""What an island looks for in the store while it trains: new merges, whether there's new data, and whether it is to leave. No step waits for it."""
 
 from __future__ import annotations
 
@@ -109,18 +109,23 @@ class Follower:
 class Receiver(threading.Thread):
     """A follower in a thread of its own."""
 
-    def __init__(self, follower: Follower, *, has_news: Callable[[], bool]) -> None:
+    def __init__(
+        self, follower: Follower, *, has_news: Callable[[], bool], is_told_to_leave: Callable[[], bool]
+    ) -> None:
         """
         Args:
             follower: where to go on.
             has_news: looks whether there's new data in the store.
+            is_told_to_leave: looks whether the island is to leave.
         """
         super().__init__(name="receiver", daemon=True)
-        self._follower, self._has_news = follower, has_news
+        self._follower, self._has_news, self._is_told_to_leave = follower, has_news, is_told_to_leave
         self.arrived: queue.SimpleQueue[list[Receipt]] = queue.SimpleQueue()
         self.error: AtollError | None = None
         self.news = threading.Event()
         """There's new data."""
+        self.leaving = threading.Event()
+        """The island is to leave."""
         self.stopping = threading.Event()
 
     def run(self) -> None:
@@ -138,6 +143,8 @@ class Receiver(threading.Thread):
                     looked_at = time.monotonic()
                     if not self.news.is_set() and self._has_news():
                         self.news.set()
+                    if not self.leaving.is_set() and self._is_told_to_leave():
+                        self.leaving.set()
                 self.stopping.wait(_POLL_S)
         except AtollError as e:
             self.error = e

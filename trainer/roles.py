@@ -44,7 +44,7 @@ def run_island(
         if host is not None:
             host.start()
         own.train()
-        if host is not None:
+        if host is not None and not own.is_leaving:
             host.see_out()
     finally:
         if host is not None:

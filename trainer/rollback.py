@@ -20,6 +20,7 @@ from manifests.errors import UserError
 from manifests.predicates import documents_with_tiers
 from manifests.store import Store
 from trainer.config import RunConfig
+from trainer.members import members
 from trainer.run import GLOBAL, Branch, Run, create_run, load_run, read_excluded
 from trainer.tape import first_state, replay, write_snapshot
 
@@ -90,7 +91,7 @@ def plan_rollback(store: Store, run_name: str, predicate: str) -> Plan:
     doc_ids = _matching(catalog, run.config, predicate)
     segments = {row["checkpoint"]: row for row in catalog.rows(_SEGMENTS, [doc_ids])}
     rows = {row["checkpoint"]: row for row in catalog.rows(_CHECKPOINTS)}
-    chains = {island: _chain(rows, run, island) for island in range(run.config.num_islands)}
+    chains = {island: _chain(rows, run, island) for island in _islands(run)}
     merges = _merges(catalog, run)
     seen = {row["checkpoint"] for chain in chains.values() for row in chain} | {m.checkpoint for m in merges}
     tainted = _tainted(rows, segments) & seen
@@ -185,6 +186,12 @@ def _tainted(rows: Mapping[bytes, dict[str, Any]], segments: Mapping[bytes, dict
         if checkpoint in segments or row["parent"] in tainted:
             tainted.add(checkpoint)
     return tainted
+
+
+def _islands(run: Run) -> list[int]:
+    """Those that the run was planned for, and all that came besides, also to the runs that it branches from."""
+    inherited = {int(island) for island in run.branch.island_checkpoints} if run.branch is not None else set()
+    return sorted(members(run).keys() | inherited)
 
 
 def _chain(rows: Mapping[bytes, dict[str, Any]], run: Run, island: int) -> list[dict[str, Any]]:

@@ -305,7 +305,7 @@ class Syncer:
             dropped.append({"island": island, "round": rounds[island], "why": why})
         passed = [i for i, said in enumerate(taken) if said["island"] not in kept_out]
         live = len(self._live() | set(islands))
-        said = {"cosines": cosines, "dropped": dropped, "live": live}
+        said = {"islands": [one["island"] for one in taken], "cosines": cosines, "dropped": dropped, "live": live}
         description = self._describe(number, [taken[i] for i in passed], rounds) | said
         outer, parts = merge_into(
             self.run,
@@ -353,7 +353,7 @@ class Syncer:
     def _gate(
         self, number: int, gradients: list[Tensors], taken: list[dict[str, Any]]
     ) -> tuple[dict[int, str], list[tuple[int, str]], list[list[float]]]:
-        """Who is kept out, who goes into quarantine or comes out of it, and the cosines of every two; moves the gate's memory."""
+        """Who is kept out, who goes into quarantine or comes out of it, and the cosines of each with those after it; moves the gate's memory."""
         if not gradients:
             return {}, [], []
         cosines = pairwise_cosines(gradients)
@@ -366,7 +366,7 @@ class Syncer:
             for said, n, cosine, rise in zip(taken, norms, along, rises, strict=True)
         ]
         kept_out, changes = decide(self.state.gate, number, judged, self._rules)
-        return kept_out, changes, [[round(value, 4) for value in row] for row in cosines]
+        return kept_out, changes, [[round(value, 4) for value in row[i + 1 :]] for i, row in enumerate(cosines)]
 
     def _rises(self, number: int, gradients: list[Tensors], weights: list[float]) -> list[float | None]:
         """How much each outer gradient's being in the merge raises the holdout loss; alone, against no merge."""
@@ -425,7 +425,7 @@ class Syncer:
             "contributions": [
                 {k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]
             ],
-            **{name: description[name] for name in ("cosines", "dropped", "live")},
+            **{name: description[name] for name in ("islands", "cosines", "dropped", "live")},
         }
         self._say(
             "merge",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from datetime import UTC, datetime
@@ -14,6 +15,7 @@ from manifests.catalog import Catalog
 from manifests.errors import UserError
 from manifests.questions import Parameter, find_question, questions
 from manifests.store import Store
+from manifests.tables import append
 from tests.manifests.small_run import A1, A2, B2, C2, D3, DOCS, GLOBAL, GLOBAL_B, NAMES, START, tell
 
 
@@ -196,6 +198,31 @@ def test_online_influence_adds_up_what_was_measured(catalog: Catalog) -> None:
         ("A", "z", "real", 11, 5, 0.25, pytest.approx(50_000.0), 0.0),
         ("B", "y", "real", 80, 0, None, None, None),
     ]
+
+
+def test_closeness_lists_every_pair_of_a_merge_once(new_store: Path, tmp_path: Path) -> None:
+    store = Store(str(shutil.copytree(new_store, tmp_path / "store")))
+    kind = {"config": "{}", "command": "c", "code_version": "v"}
+    append(store, "runs", [kind | {"run": "r"}])
+    details = [
+        {"merge": 1, "contributions": [], "islands": [0, 2, 5], "cosines": [[0.5, -0.25], [0.125], []]},
+        {"merge": 2, "contributions": [], "islands": [3], "cosines": [[]]},
+        {"merge": 3, "contributions": [], "islands": [], "cosines": []},
+    ]
+    append(
+        store,
+        "events",
+        [{"run": "r", "kind": "merge", "fragment": 1, "version": 1, "detail": json.dumps(d)} for d in details],
+    )
+    catalog = Catalog(store)
+    rows = [tuple(row.values()) for row in catalog.ask("closeness", run="r").to_pylist()]
+    assert rows == [
+        (1, "0 and 2", 0, 2, 1, 0.5),
+        (1, "0 and 5", 0, 5, 1, -0.25),
+        (1, "2 and 5", 2, 5, 1, 0.125),
+    ]
+    of_island = catalog.ask("closeness", run="r", island=2).to_pylist()
+    assert [row["pair"] for row in of_island] == ["0 and 2", "2 and 5"]
 
 
 def test_unknown_question_names_those_that_there_are(catalog: Catalog) -> None:

@@ -13,14 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
 from manifests.editions import set_policy
+from manifests.errors import UserError
 from manifests.store import Store
 from manifests.tables import create_store
 from tests.manifests.small_run import A1, DOCS, GLOBAL_B, tell
 from tools.cli import _run
+from tools.plotting import write_plot
 
 ROOT = Path(__file__).parent.parent.parent
 QUERY = (
@@ -265,3 +268,31 @@ def test_who_asks_under_a_name_sees_what_the_policy_lets_it(tmp_path: Path, capf
     _, err = _atoll(capfd, "db", str(tmp_path / "x.duckdb"), "--store", store.uri, "--as", "guest", code=2)
     assert "sql:guest" in err
     assert not (tmp_path / "x.duckdb").exists()
+
+
+def test_an_answer_is_drawn(told: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plot.html"
+    asked = ["ask", "loss_by_tier", "-p", "run=r", "--store", told.uri, "--plot", str(page), "--format", "csv"]
+    out, error = _atoll(capfd, *asked)
+    assert out.startswith('"')
+    assert str(page) in error.replace("\n", "")
+    text = page.read_text()
+    assert "Plotly.newPlot" in text
+    assert 'src="http' not in text
+
+
+def test_what_cannot_be_drawn_is_said(told: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plot.html"
+    _, error = _atoll(capfd, "ask", "closeness", "-p", "run=r", "--store", told.uri, "--plot", str(page), code=2)
+    assert "nothing to draw" in error
+    _, error = _atoll(capfd, "ask", "--store", told.uri, "--plot", str(page), code=2)
+    assert "--plot needs the name of a question" in error
+    table = pa.table({"a": ["x"], "b": ["<b>"], "c": ["y"]})
+    with pytest.raises(UserError, match="the last is no number"):
+        write_plot(table, page, title="t")
+    many = pa.table({"a": range(100), "b": range(100), "c": range(100)})
+    with pytest.raises(UserError, match="64 can be told apart"):
+        write_plot(many, page, title="t")
+    assert not page.exists()
+    write_plot(pa.table({"a": ["x"], "b": ["<script>"], "c": [1.0]}), page, title="t")
+    assert "&lt;script" in page.read_text() or "\\u0026lt;script" in page.read_text()

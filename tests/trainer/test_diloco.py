@@ -11,9 +11,10 @@ import torch
 from manifests.catalog import Catalog
 from manifests.errors import Failure
 from manifests.store import Store
-from tiny import copy_store, silent, start_run, train_together
+from tiny import copy_store, silent, start_run, train_alone, train_together, unhurried
 from trainer.feed import open_stream
 from trainer.island import Island
+from trainer.members import members, say_left
 from trainer.model import build_model, learning_rate, make_optimizer, parameters_of, token_losses
 from trainer.quantise import Tensors
 from trainer.run import Run
@@ -216,3 +217,31 @@ def test_an_island_that_comes_late_takes_the_global_state_and_does_not_become_it
     back = sum(float((start[name] - value).pow(2).sum()) for name, value in before.items()) ** 0.5
     assert 0 < moved < 0.5 * back
     assert moved < 0.1 * size
+
+
+def test_an_island_that_is_told_to_leave_stops_at_a_rounds_edge_and_comes_back(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", steps=40)
+    statuses: list[dict[str, Any]] = []
+
+    def leave_early(status: dict[str, Any]) -> None:
+        statuses.append(status)
+        if status["state"] == "training":
+            unhurried(status)
+            if status["step"] == 6:
+                say_left(run, 1)
+
+    Island(run, 1, emit=leave_early).train()
+    assert statuses[-1]["state"] == "left"
+    assert 6 <= statuses[-1]["step"] < 40
+    assert members(run)[1].left
+    recorded = Catalog(tiny_store).rows("SELECT max(step) AS step FROM checkpoints WHERE run = 'r' AND island = 1")
+    assert recorded == [{"step": statuses[-1]["step"]}]
+    train_alone(run, 0)
+    assert Syncer(run, emit=silent).serve() is not None  # it doesn't wait for the one that has left
+
+    back = Island(run, 1, emit=silent, in_background=False)
+    assert not members(run)[1].left
+    assert back.progress.step == statuses[-1]["step"]
+    back.train()
+    tokens = Catalog(tiny_store).rows("SELECT sum(tokens)::BIGINT AS n FROM consumption WHERE island = 1")
+    assert tokens == [{"n": 40 * run.config.batch_size * run.config.seq_len}]

@@ -75,6 +75,12 @@ def ask(
     as_: AsOption = OWNER,
     format_: FormatOption = Format.table,
     out: OutOption = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also draw the answer into this HTML page: its last column over its first, a line for each value of the second."
+        ),
+    ] = None,
 ) -> None:
     """Answer a named question; alone, list the questions and their parameters.
 
@@ -83,11 +89,17 @@ def ask(
     from tools.asking import ask_question, question_table
 
     if name is None:
-        if param:
-            raise UserError("--param needs the name of a question; `atoll ask` lists them")
+        if param or plot is not None:
+            raise UserError(f"{'--param' if param else '--plot'} needs the name of a question; `atoll ask` lists them")
         print_answer(question_table(), format_, out=out)
         return
-    print_answer(ask_question(catalog_of(store, at, reader=as_), name, param or []), format_, out=out)
+    answer = ask_question(catalog_of(store, at, reader=as_), name, param or [])
+    if plot is not None:
+        from tools.plotting import write_plot
+
+        write_plot(answer, plot, title=" ".join([name, *(param or [])]))
+        STDERR.print(f"{plot}: open it in a browser", markup=False)
+    print_answer(answer, format_, out=out)
 
 
 @app.command(rich_help_panel=ASK)

@@ -273,7 +273,7 @@ def leave(
     island: Annotated[int, typer.Option("--island", help="Number of the island.")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Take an island out of a run: it stops at its round's edge and sends what it has; the run's end no longer waits for it. Started again, it's back.
+    """Take an island out of a run: it stops at its round's edge; the others and the run's end no longer wait for it. Started again, it's back.
 
     Example: atoll leave --run first --island 2
     """
@@ -281,7 +281,9 @@ def leave(
     from trainer.run import load_run
 
     say_left(load_run(opened(store), run), island)
-    STDERR.print(f"  island {island} has left run {run}")
+    STDERR.print(
+        f"  island {island} leaves run {run} at the edge of its round; `atoll island --run {run} --island {island}` brings it back"
+    )
 
 
 @app.command(rich_help_panel=ASK)
