@@ -305,7 +305,7 @@ class Syncer:
             dropped.append({"island": island, "round": rounds[island], "why": why})
         passed = [i for i, said in enumerate(taken) if said["island"] not in kept_out]
         live = len(self._live() | set(islands))
-        said = {"islands": [one["island"] for one in taken], "cosines": cosines, "dropped": dropped, "live": live}
+        said = {"islands": [sent["island"] for sent in taken], "cosines": cosines, "dropped": dropped, "live": live}
         description = self._describe(number, [taken[i] for i in passed], rounds) | said
         outer, parts = merge_into(
             self.run,
@@ -322,9 +322,9 @@ class Syncer:
         self._averages.note(quorum_s=(inbox.quorum_at or now) - (inbox.first_at or now), sync_s=now - began)
         inbox.first_at = now if any(inbox.waiting.values()) else None
         inbox.quorum_at, inbox.merged_at = None, now
-        for one in taken:
-            if one["step_time_s"] > 0:
-                self._step_times[one["island"]] = one["step_time_s"]
+        for sent in taken:
+            if sent["step_time_s"] > 0:
+                self._step_times[sent["island"]] = sent["step_time_s"]
         move(self.state, description, outer)
         self._append_merge(description)
         for island, change in changes:
@@ -334,7 +334,7 @@ class Syncer:
                 fragment=number,
                 detail={"merge": self.merge, "why": kept_out.get(island, "it passes the gate again")},
             )
-        participants = [one["island"] for one in description["contributions"]]
+        participants = [sent["island"] for sent in description["contributions"]]
         self.emit({"state": "merged", "merge": self.merge, "fragment": number, "islands": participants})
         self._note(
             "merge",
