@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from manifests.catalog import write_whole
 from manifests.errors import UserError
@@ -15,7 +15,7 @@ _LINES_SHOWN = 64
 
 
 def write_plot(answer: pa.Table, out: Path, *, title: str) -> None:
-    """Draws the last column of an answer over its first, a line for each value of the second where there are three or more.
+    """Draws the last column of an answer over its first number or time, a line for each combination of its texts; bars where there's one number only.
 
     Args:
         answer: its rows, in the order in which points are joined.
@@ -23,37 +23,48 @@ def write_plot(answer: pa.Table, out: Path, *, title: str) -> None:
         title: what stands above.
 
     Raises:
-        UserError: the answer has no rows, no number to draw, or more lines than anybody can tell apart.
+        UserError: the answer has no rows, its last column is no number, or it has more lines than anybody can tell apart.
     """
-    from plotly.graph_objects import Figure, Scatter
+    from plotly.graph_objects import Bar, Figure, Scatter
 
-    columns = answer.column_names
     if answer.num_rows == 0:
         raise UserError("the answer has no rows; there is nothing to draw")
-    kind = answer.schema.field(len(columns) - 1).type if columns else pa.null()
-    if len(columns) < 2 or not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind)):
-        raise UserError(
-            "--plot draws the last column over the first, and the last is no number; order the columns so with `atoll sql`"
-        )
-    by = columns[1] if len(columns) > 2 else None
-    names = pc.unique(answer[by]).to_pylist() if by is not None else [None]
-    if len(names) > _LINES_SHOWN:
-        raise UserError(
-            f"the answer has {len(names)} values of {by}, a line each; ask for fewer, {_LINES_SHOWN} can be told apart at most"
-        )
+    texts = [field.name for field in answer.schema if pa.types.is_string(field.type)]
+    measures = [field.name for field in answer.schema if _is_measure(field.type)]
+    last = answer.column_names[-1]
+    if not _is_number(answer.schema.field(last).type):
+        raise UserError("--plot draws the last column, and that is no number; put another one last with `atoll sql`")
     figure = Figure()
-    for name in names:
-        rows = answer.filter(pc.equal(answer[by], name)) if name is not None else answer
-        # Text from the store is text of strangers, and plotly knows some HTML.
-        figure.add_trace(
-            Scatter(
-                x=[escape(x) if isinstance(x, str) else x for x in rows[columns[0]].to_pylist()],
-                y=rows[columns[-1]].to_pylist(),
-                name=escape(str(name)),
-                mode="lines+markers" if len(rows) < 100 else "lines",
+    across = measures[0]
+    if across == last:
+        across = ", ".join(texts)
+        figure.add_trace(Bar(x=[_label(row, texts) for row in answer.to_pylist()], y=answer[last].to_pylist()))
+    else:
+        lines: dict[str, list[dict[str, Any]]] = {}
+        for row in answer.to_pylist():
+            lines.setdefault(_label(row, texts), []).append(row)
+        if len(lines) > _LINES_SHOWN:
+            raise UserError(
+                f"the answer has a line for each {' and '.join(texts)}, {len(lines)} of them; ask for fewer, {_LINES_SHOWN} can be told apart at most"
             )
-        )
+        for name, rows in lines.items():
+            mode = "lines+markers" if len(rows) < 100 else "lines"
+            points = {"x": [row[across] for row in rows], "y": [row[last] for row in rows]}
+            figure.add_trace(Scatter(name=name, mode=mode, **points))
     figure.update_layout(
-        title=escape(title), xaxis_title=columns[0], yaxis_title=columns[-1], showlegend=by is not None, legend_title=by
+        title=escape(title), xaxis_title=escape(across), yaxis_title=escape(last), showlegend=len(figure.data) > 1
     )
     write_whole(out, figure.to_html(include_plotlyjs=True).encode())
+
+
+def _label(row: dict[str, Any], texts: list[str]) -> str:
+    # Text from the store is text of strangers, and plotly knows some HTML.
+    return escape(", ".join(str(row[name]) for name in texts))
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind))
+
+
+def _is_measure(kind: pa.DataType) -> bool:
+    return _is_number(kind) or bool(pa.types.is_temporal(kind))

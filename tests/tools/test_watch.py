@@ -81,7 +81,7 @@ def _shown(view: watching.View, now: float | None = None, error: Any = None) -> 
 
 
 def test_run_that_nobody_has_started_shows_what_is_expected(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["watch", "--store", run.store.uri, "--run", "r", "--once"]) == 0
+    assert _run(["watch", "r", "--store", run.store.uri, "--once"]) == 0
     shown = capsys.readouterr()
     assert "run r: 0 merges" in shown.out
     assert shown.out.count("expected") == 2
@@ -91,7 +91,7 @@ def test_run_that_nobody_has_started_shows_what_is_expected(run: Run, capsys: py
 
 
 def test_unknown_run_is_a_line_that_names_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(["watch", "--store", run.store.uri, "--run", "other", "--once"]) == 2
+    assert _run(["watch", "other", "--store", run.store.uri, "--once"]) == 2
     assert "there are: r" in capsys.readouterr().err
 
 
@@ -250,7 +250,7 @@ def test_finished_run_says_so_and_ends(run: Run, capsys: pytest.CaptureFixture[s
     _merge(run, 1, [0, 1], live=2)
     _event(run, "finished", holdout_loss=1.5, merges=1)
     for more in ([], ["--once"]):
-        assert _run(["watch", "--store", run.store.uri, "--run", "r", *more]) == 0
+        assert _run(["watch", "r", "--store", run.store.uri, *more]) == 0
         shown = capsys.readouterr().out
         assert "run r has finished: 1 merges, global holdout loss 1.500" in shown
         assert "64/64" in shown
@@ -261,18 +261,18 @@ def test_json_is_one_document(run: Run, capsys: pytest.CaptureFixture[str]) -> N
     _checkpoint(run, 0, step=12)
     _merge(run, 1, [0])
     assert Lease(run.store, run.lease_folder, holder="syncer on here", lapse_s=1).take()
-    assert _run(["watch", "--store", run.store.uri, "--run", "r", "--once", "--format", "json"]) == 0
+    assert _run(["watch", "r", "--store", run.store.uri, "--once", "--format", "json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["run"], found["has_finished"], found["merges"], found["syncer"]) == ("r", False, 1, "syncer on here")
     assert found["merged_s_ago"] < 60
     assert [island["step"] for island in found["islands"]] == [12, 0]
     assert found["islands"][1]["seen_s_ago"] is None
-    assert _run(["watch", "--store", run.store.uri, "--run", "r", "--once", "--format", "csv"]) == 2
+    assert _run(["watch", "r", "--store", run.store.uri, "--once", "--format", "csv"]) == 2
 
 
 def test_json_without_once_is_a_document_for_each_look(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     _event(run, "finished", holdout_loss=1.5, merges=1)
-    assert _run(["watch", "--store", run.store.uri, "--run", "r", "--format", "json"]) == 0
+    assert _run(["watch", "r", "--store", run.store.uri, "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out)["has_finished"] is True
 
 
@@ -323,11 +323,11 @@ def test_store_that_is_away_from_the_start_is_a_failure(run: Run, monkeypatch: p
 
     monkeypatch.setattr(Watcher, "look", away)
     for more in ([], ["--once"]):
-        assert _run(["watch", "--store", run.store.uri, "--run", "r", *more]) == 1
+        assert _run(["watch", "r", "--store", run.store.uri, *more]) == 1
 
 
 def test_interrupt_ends_the_view_without_an_error(run: Run) -> None:
-    command = [sys.executable, "-m", "tools.cli", "watch", "--store", run.store.uri, "--run", "r", "--every", "0.1"]
+    command = [sys.executable, "-m", "tools.cli", "watch", "r", "--store", run.store.uri, "--every", "0.1"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
     assert process.stdout is not None
     assert "run r: 0 merges | island 0 expected step 0/64" in process.stdout.readline()

@@ -78,7 +78,7 @@ def ask(
     plot: Annotated[
         Path | None,
         typer.Option(
-            help="Also draw the answer into this HTML page: its last column over its first, a line for each value of the second."
+            help="Also draw the answer into this HTML page: its last column over its first number, a line for each of its texts."
         ),
     ] = None,
 ) -> None:

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from manifests.errors import UserError
-from tools.app import DEFAULT_STORE, TRAIN, FormatOption, RunOption, StoreOption, app, opened
+from tools.app import DEFAULT_STORE, TRAIN, FormatOption, StoreOption, app, opened
 from tools.output import Format
 
 _PIPE_WIDTH = 160
@@ -17,7 +17,7 @@ _PIPE_WIDTH = 160
 
 @app.command(rich_help_panel=TRAIN)
 def watch(
-    run: RunOption = "main",
+    run: Annotated[str, typer.Argument(help="Name of the run.")] = "main",
     store: StoreOption = DEFAULT_STORE,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Look once, print that, and end.")] = False,
@@ -27,7 +27,7 @@ def watch(
 
     With --format json each look is one JSON document on a line. Where there is no terminal, a line comes now and then.
 
-    Example: atoll watch --store s3://bucket/atoll --run first
+    Example: atoll watch first --store s3://bucket/atoll
     """
     if format_ not in (Format.table, Format.jsonl):
         raise UserError(f"--format {format_}: a run is watched as table or json")
