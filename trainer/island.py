@@ -92,6 +92,8 @@ class Island:
         self._in_background = in_background
         self._keeper = RecordKeeper(run, island, incarnation=self.incarnation, in_background=in_background)
         self._bulk: Lane | Inline = Lane(f"checkpoints of island {island}") if in_background else Inline()
+        # Apart from the records: over a slow link a decision takes seconds, and outer gradients wait for records.
+        self._asides: Lane | Inline = Lane(f"feedback of island {island}") if in_background else Inline()
         self._receiver: Receiver | None = None
         self._spans = SpanRecorder()
         self._decided: list[tuple[Decision, str]] = []
@@ -154,6 +156,7 @@ class Island:
             if sending is not None:
                 self._keeper.send(sending)
         self._keeper.drain()
+        self._asides.drain()
         self._bulk.drain()
         say_finished(self.run, self.island, step=progress.step)
         self._note("state", state="finished", step=progress.step)
@@ -172,6 +175,7 @@ class Island:
         """Waits until all that the rounds so far have left to the background is in the store. What isn't sent yet comes with it if it comes again."""
         self._event("island_left", step=self.progress.step)
         self._keeper.drain()
+        self._asides.drain()
         self._bulk.drain()
         self._note("state", state="left", step=self.progress.step)
         self._status("left")
@@ -181,6 +185,7 @@ class Island:
         if self._receiver is not None:
             self._receiver.stopping.set()
         self._keeper.close()
+        self._asides.close()
         self._bulk.close()
         self.feed.close()
         self.engine.close()
@@ -343,6 +348,7 @@ class Island:
         if self._receiver is None:
             return
         self._keeper.check()
+        self._asides.check()
         self._bulk.check()
         self._install(self._receiver.take())
 
@@ -568,7 +574,7 @@ class Island:
         self._step_times = []
         if not again:
             sequence, round_, mixture = progress.sequence, progress.round, self.mixture
-            self._keeper.add(lambda: self._publish(message, sequence=sequence, round_=round_, mixture=mixture))
+            self._asides.add(lambda: self._publish(message, sequence=sequence, round_=round_, mixture=mixture))
 
     def _publish(self, message: Feedback, *, sequence: int, round_: int, mixture: Mixture) -> None:
         row = {"run": self.run.name, "island": self.island, "sequence": sequence, "round": round_}

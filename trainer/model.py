@@ -75,7 +75,9 @@ def token_losses(model: Callable[..., Any], tokens_BL: torch.Tensor) -> torch.Te
     """
     cuda = tokens_BL.device.type == "cuda"
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=cuda):
-        logits_BLV = model(input_ids=tokens_BL, use_cache=False).logits
+        # Without a mask transformers looks for packed sequences, and takes an explicit mask of length² in place of causal attention.
+        every_BL = torch.ones_like(tokens_BL)
+        logits_BLV = model(input_ids=tokens_BL, attention_mask=every_BL, use_cache=False).logits
     flat = F.cross_entropy(logits_BLV[:, :-1].float().flatten(0, 1), tokens_BL[:, 1:].flatten(), reduction="none")
     return flat.view(tokens_BL.shape[0], -1)
 

@@ -92,17 +92,33 @@ class Outer:
         return Outer(parameters=parameters, momentum=momentum, residual=residual)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """How much of a whole outer step a merge is. A whole one has an outer gradient of every island, each of H steps."""
+
+    islands: float = 1.0
+    """Share of the islands that it speaks for, by their speed, 0 to 1."""
+    cycle: float = 1.0
+    """Share of an outer cycle's inner steps that went into it; above 1 where an island's came together."""
+
+
 def outer_step(
-    outer: Outer, gradient: Mapping[str, torch.Tensor], *, lr: float, beta: float, wire: str
+    outer: Outer, gradient: Mapping[str, torch.Tensor], *, lr: float, beta: float, wire: str, part: Part
 ) -> tuple[Outer, Tensors]:
     """Nesterov momentum as torch.optim.SGD(nesterov=True): m ← β·m + g; the step is lr·(g + β·m). What the islands are sent is rounded as the wire asks, and the
     global parameters move by exactly that: everyone has the same ones, to the bit.
 
+    A merge that speaks for a part of the islands is that part of a step: m ← β^c·m + a·g and lr·(a·g + c·β·m), for the part `a` of the islands and `c` of a cycle.
+    Else M islands that are merged one by one would move the global parameters M times as far as islands that are merged together, and momentum would
+    be taken M times over (what goes wrong then: Liu et al., Asynchronous Local-SGD Training for Language Modeling, arXiv 2401.09135, section 5).
+
     Returns:
         The fragment after the step, and the parts that are sent (see `follow`).
     """
-    momentum = {name: beta * outer.momentum[name] + gradient[name] for name in outer.parameters}
-    step = {name: lr * (gradient[name] + beta * momentum[name]) + outer.residual[name] for name in outer.parameters}
+    decay, ahead = beta**part.cycle, part.cycle * beta
+    gradient = {name: part.islands * value for name, value in gradient.items()}
+    momentum = {name: decay * outer.momentum[name] + gradient[name] for name in outer.parameters}
+    step = {name: lr * (gradient[name] + ahead * momentum[name]) + outer.residual[name] for name in outer.parameters}
     if wire == "fp32":
         # The parameters themselves: in float64 so that an island's own step, taken back and added again, comes out as it was.
         new = {name: (value.double() - step[name].double()).float() for name, value in outer.parameters.items()}

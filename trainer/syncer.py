@@ -17,7 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -35,7 +35,7 @@ from trainer.lease import Lease
 from trainer.members import members
 from trainer.metrics import Metrics
 from trainer.model import build_model, holdout_loss, parameters_of
-from trainer.outer import merge_weight, norm, pairwise_cosines
+from trainer.outer import Part, merge_weight, norm, pairwise_cosines
 from trainer.quantise import Tensors, dequantise
 from trainer.run import GLOBAL, Run
 from trainer.tape import (
@@ -136,7 +136,7 @@ class Syncer:
         self._cursors: dict[int, str] = {}
         self._members = members(run)
         self._members_at = -_MEMBERS_EVERY_S
-        self._heard_at: dict[int, float] = {}
+        self._heard_at = {island: self._clock() for island, known in self._members.items() if known.incarnations}
         self._step_times: dict[int, float] = {}
         self._averages = Averages()
         self._rules = GateRules(
@@ -191,7 +191,11 @@ class Syncer:
     def _look_for_members(self) -> bool:
         now = self._clock()
         if now - self._members_at >= _MEMBERS_EVERY_S or not any(m.is_awaited for m in self._members.values()):
-            self._members, self._members_at = members(self.run), now
+            before, self._members, self._members_at = self._members, members(self.run), now
+            for island, member in self._members.items():
+                known = before[island].incarnations if island in before else 0
+                if member.incarnations > known:
+                    self._heard_at[island] = now  # it has come, or come back
         return not any(member.is_awaited for member in self._members.values())
 
     def _look_for_gradients(self) -> None:
@@ -304,8 +308,15 @@ class Syncer:
         for island, why in kept_out.items():
             dropped.append({"island": island, "round": rounds[island], "why": why})
         passed = [i for i, said in enumerate(taken) if said["island"] not in kept_out]
-        live = len(self._live() | set(islands))
-        said = {"islands": [sent["island"] for sent in taken], "cosines": cosines, "dropped": dropped, "live": live}
+        live = self._live() | set(islands)
+        part = self._part_of([taken[i] for i in passed], live - set(islands) - set(self.state.gate.quarantined))
+        said = {
+            "part": asdict(part),
+            "islands": [sent["island"] for sent in taken],
+            "cosines": cosines,
+            "dropped": dropped,
+            "live": len(live),
+        }
         description = self._describe(number, [taken[i] for i in passed], rounds) | said
         outer, parts = merge_into(
             self.run,
@@ -313,6 +324,7 @@ class Syncer:
             fragment,
             [gradients[i] for i in passed],
             [taken[i]["weight"] for i in passed],
+            part,
         )
         if not self._put(description, parts):
             return True
@@ -342,13 +354,27 @@ class Syncer:
             fragment=number,
             version=description["version"],
             islands=participants,
-            live=live,
+            live=len(live),
             quarantined=list(self.state.gate.quarantined),
             seconds=round(now - began, 4),
         )
         if self.merge % len(self._inboxes) == 0:
             self._checkpoint()
         return True
+
+    def _part_of(self, taken: list[dict[str, Any]], others: set[int]) -> Part:
+        """How much of a whole outer step a merge is whose outer gradients are `taken`, while `others` have theirs still to come."""
+        cycle = self.run.config.sync_every
+        if not others:
+            return Part(cycle=sum(said["steps"] for said in taken) / (cycle * len(taken)) if taken else 0.0)
+        times = self._step_times | {said["island"]: said["step_time_s"] for said in taken if said["step_time_s"] > 0}
+        usual = statistics.median(times.values()) if times else 1.0
+        speed = {island: 1 / times.get(island, usual) for island in {said["island"] for said in taken} | others}
+        total = sum(speed.values())
+        return Part(
+            islands=round(sum(speed[said["island"]] for said in taken) / total, 4),
+            cycle=round(sum(speed[said["island"]] * said["steps"] for said in taken) / (total * cycle), 4),
+        )
 
     def _gate(
         self, number: int, gradients: list[Tensors], taken: list[dict[str, Any]]
@@ -376,9 +402,8 @@ class Syncer:
         everyone = range(len(gradients))
 
         def loss_with(chosen: list[int]) -> float:
-            outer, _ = merge_into(
-                self.run, self.anatomy, fragment, [gradients[i] for i in chosen], [weights[i] for i in chosen]
-            )
+            chosen_gradients, chosen_weights = [gradients[i] for i in chosen], [weights[i] for i in chosen]
+            outer, _ = merge_into(self.run, self.anatomy, fragment, chosen_gradients, chosen_weights, Part())
             return self._loss_of(self.state.parameters() | outer.parameters)
 
         whole = loss_with(list(everyone))
@@ -425,7 +450,7 @@ class Syncer:
             "contributions": [
                 {k: v for k, v in c.items() if k not in ("paths", "step_time_s")} for c in description["contributions"]
             ],
-            **{name: description[name] for name in ("islands", "cosines", "dropped", "live")},
+            **{name: description[name] for name in ("part", "islands", "cosines", "dropped", "live")},
         }
         self._say(
             "merge",

@@ -19,7 +19,7 @@ from manifests.errors import Failure, ObjectMissing
 from trainer.fragments import cut_fragments
 from trainer.gate import GateMemory
 from trainer.model import build_model, embeddings_of, parameters_of
-from trainer.outer import Outer, follow, merged_gradient, outer_step
+from trainer.outer import Outer, Part, follow, merged_gradient, outer_step
 from trainer.quantise import Tensors, dequantise
 from trainer.run import Run
 from trainer.wire import CorruptObject, object_hash, pack, unpack, unpack_parts
@@ -121,7 +121,12 @@ def added(gradients: Sequence[Tensors]) -> Tensors:
 
 
 def merge_into(
-    run: Run, anatomy: Anatomy, fragment: Fragment, gradients: Sequence[Tensors], weights: Sequence[float]
+    run: Run,
+    anatomy: Anatomy,
+    fragment: Fragment,
+    gradients: Sequence[Tensors],
+    weights: Sequence[float],
+    part: Part,
 ) -> tuple[Outer, Tensors]:
     """What the next version of a fragment is, and the parts that islands are sent."""
     config = run.config
@@ -129,7 +134,9 @@ def merge_into(
         return fragment.outer, {}
     plain: Collection[str] | None = anatomy.embeddings if config.merge == "rda" else None
     gradient = merged_gradient(gradients, weights, plain=plain)
-    return outer_step(fragment.outer, gradient, lr=config.outer_lr, beta=config.outer_momentum, wire=config.wire)
+    return outer_step(
+        fragment.outer, gradient, lr=config.outer_lr, beta=config.outer_momentum, wire=config.wire, part=part
+    )
 
 
 def move(state: GlobalState, description: Mapping[str, Any], outer: Outer) -> None:
@@ -331,7 +338,12 @@ def replay(
         except ObjectMissing as e:
             raise Failure(f"merge {description['merge']} of run {run.name} can't be made again: {e}") from e
         outer, made = merge_into(
-            run, anatomy, state.fragments[description["fragment"]], gradients, [said["weight"] for said in taken]
+            run,
+            anatomy,
+            state.fragments[description["fragment"]],
+            gradients,
+            [said["weight"] for said in taken],
+            Part(**description["part"]),
         )
         if made.keys() != parts.keys() or any(not torch.equal(made[name], parts[name]) for name in made):
             raise Failure(

@@ -190,6 +190,42 @@ def test_what_an_island_sends_twice_before_a_merge_goes_in_as_one(tiny_store: St
     assert taken == [{"tokens": 192, "steps": 6}]
 
 
+def test_islands_that_come_one_by_one_move_the_global_parameters_as_far_as_if_they_came_together(
+    tiny_store: Store,
+) -> None:
+    """With momentum, too: a merge of one of four islands is a fourth of a step."""
+    moved = {}
+    for name in ("together", "apart"):
+        run = start_run(tiny_store, name, num_islands=4, strategies=("balanced",), wire="fp32", num_fragments=1)
+        for island in range(4):
+            claim_incarnation(run, island)
+        syncer = Syncer(run, emit=silent, in_background=False)
+        syncer._look_for_members()
+        start = dict(syncer.state.fragments[0].outer.parameters)
+        shapes = {tensor: tuple(value.shape) for tensor, value in start.items()}
+        for island in range(4):
+            gradient = {tensor: torch.full_like(value, 0.5) for tensor, value in start.items()}
+            said = {
+                "run": name, "island": island, "round": 1, "fragment": 0, "base_version": 0, "checkpoint": "00" * 16,
+                "step": 2, "tokens": 64, "steps": 2, "step_time_s": 0.1,
+            }  # fmt: skip
+            path = run.outer_path(island, 1, 0)
+            run.store.put_new(path, pack_parts(quantise(gradient, "fp32"), shapes, "fp32", said))
+            syncer._look_for_gradients()
+            if name == "apart" or island == 3:
+                syncer._consider(0, flush=True)
+        assert syncer.state.fragments[0].version == (4 if name == "apart" else 1)
+        end = syncer.state.fragments[0].outer.parameters
+        moved[name] = float((start["model.norm.weight"] - end["model.norm.weight"]).mean())
+    assert moved["together"] == pytest.approx(0.7 * (0.5 + 0.9 * 0.5))
+    assert 0.5 * moved["together"] < moved["apart"] < moved["together"]
+    parts = [
+        event["detail"]["part"]["islands"]
+        for event in _events(Run(store=tiny_store, config=run.config, branch=None), "merge")
+    ]
+    assert parts == [0.25] * 4
+
+
 def test_an_empty_tier_gives_its_share_away(store: Store) -> None:
     fabricate(store, empty_tiers=("S",))
     run = start_run(store, "r", num_islands=1)

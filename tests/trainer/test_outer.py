@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from trainer.outer import (
     Outer,
+    Part,
     follow,
     merge_weight,
     merged_gradient,
@@ -34,7 +35,7 @@ def test_the_outer_step_is_torchs_nesterov(lr: float, beta: float) -> None:
         for name, parameter in theirs.items():
             parameter.grad = gradient[name].clone()
         optimizer.step()
-        ours, _ = outer_step(ours, gradient, lr=lr, beta=beta, wire="fp32")
+        ours, _ = outer_step(ours, gradient, lr=lr, beta=beta, wire="fp32", part=Part())
         for name in start:
             torch.testing.assert_close(ours.parameters[name], theirs[name].detach())
 
@@ -46,14 +47,39 @@ def test_who_follows_what_is_sent_has_the_global_parameters_to_the_bit_and_round
     ours, exact, followed = Outer.at_start(start), Outer.at_start(start), dict(start)
     for _ in range(30):
         gradient = {name: 0.01 * torch.randn(value.shape, generator=generator) for name, value in start.items()}
-        ours, parts = outer_step(ours, gradient, lr=0.7, beta=0.9, wire=wire)
-        exact, _ = outer_step(exact, gradient, lr=0.7, beta=0.9, wire="fp32")
+        ours, parts = outer_step(ours, gradient, lr=0.7, beta=0.9, wire=wire, part=Part())
+        exact, _ = outer_step(exact, gradient, lr=0.7, beta=0.9, wire="fp32", part=Part())
         followed = follow(followed, parts, wire=wire)
         assert all(torch.equal(followed[name], ours.parameters[name]) for name in start)
         for name in start:  # what is not sent yet is all that differs
             torch.testing.assert_close(
                 ours.parameters[name] - ours.residual[name], exact.parameters[name], rtol=1e-4, atol=1e-5
             )
+
+
+def test_islands_merged_one_by_one_move_the_global_parameters_as_far_as_islands_merged_together() -> None:
+    islands = [{"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 2.0])}]
+    together = {"w": torch.tensor([0.5, 1.0])}
+    start = {"w": torch.zeros(2)}
+    half = Part(islands=0.5, cycle=0.5)
+    for beta, near in ((0.0, 1e-6), (0.5, 0.35), (0.9, 0.1)):
+        whole, parted, naive = Outer.at_start(start), Outer.at_start(start), Outer.at_start(start)
+        for _ in range(40):
+            whole, _ = outer_step(whole, together, lr=0.7, beta=beta, wire="fp32", part=Part())
+            for gradient in islands:
+                parted, _ = outer_step(parted, gradient, lr=0.7, beta=beta, wire="fp32", part=half)
+                naive, _ = outer_step(naive, gradient, lr=0.7, beta=beta, wire="fp32", part=Part())
+        torch.testing.assert_close(parted.parameters["w"], whole.parameters["w"], rtol=near, atol=0)
+        assert bool((naive.parameters["w"] < 1.7 * whole.parameters["w"]).all())  # both are negative
+
+
+def test_a_part_of_a_step_worked_out_by_hand() -> None:
+    outer = Outer(parameters={"w": torch.zeros(1)}, momentum={"w": torch.ones(1)}, residual={"w": torch.zeros(1)})
+    after, _ = outer_step(
+        outer, {"w": torch.full((1,), 2.0)}, lr=0.5, beta=0.25, wire="fp32", part=Part(islands=0.25, cycle=0.5)
+    )
+    assert after.momentum["w"].tolist() == [1.0]  # 0.25 ** 0.5 · 1 + 0.25 · 2
+    assert after.parameters["w"].tolist() == [-0.3125]  # −0.5 · (0.25 · 2 + 0.5 · 0.25 · 1)
 
 
 def test_the_outer_step_leaves_its_arguments_as_they_are() -> None:
@@ -63,7 +89,7 @@ def test_the_outer_step_leaves_its_arguments_as_they_are() -> None:
         residual={"w": torch.zeros(2)},
     )
     gradient = {"w": torch.full((2,), 3.0)}
-    outer_step(outer, gradient, lr=0.5, beta=0.5, wire="fp32")
+    outer_step(outer, gradient, lr=0.5, beta=0.5, wire="fp32", part=Part())
     kept = (outer.parameters, outer.momentum, gradient)
     assert [t["w"].tolist() for t in kept] == [[1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
 
