@@ -52,7 +52,6 @@ class Size:
     steps: int
     """Inner steps; a multiple of H = 24, or torchft would leave the rest out."""
     warmup_steps: int
-    lr: float
     hidden: int
     layers: int
     islands: tuple[int, ...]
@@ -96,6 +95,8 @@ class Arm:
     """sync, ours or torchft."""
     islands: int
     """M; of sync: how many islands' sequences make up its batch."""
+    lr: float
+    """Peak of the inner learning rate."""
     outer: tuple[float, float] = (0.7, 0.9)
     """Outer learning rate and Nesterov momentum."""
     wire: str = "int4"
@@ -151,8 +152,8 @@ def make_start(folder: Path, store: Store, size: Size) -> Size:
     from trainer.model import build_model
 
     if not folder.exists():
-        plain = replace(size, steps=size.start_steps, lr=size.start_lr, warmup_steps=24)
-        run = _run_of(Arm(kind="sync", islands=1), START_SEED, store, plain, group=START)
+        plain = replace(size, steps=size.start_steps, warmup_steps=24)
+        run = _run_of(Arm(kind="sync", islands=1, lr=size.start_lr), START_SEED, store, plain, group=START)
         model = build_model(run.config)
         _train_plainly(run, model, lr=lambda step: size.start_lr * min(1.0, step / 24))
         part = folder.with_suffix(".part")
@@ -181,7 +182,7 @@ def _run_of(arm: Arm, seed: int, store: Store, size: Size, *, group: str | None 
         quorum=arm.islands,
         steps=size.steps,
         warmup_steps=size.warmup_steps,
-        lr=size.lr,
+        lr=arm.lr,
         batch_size=BATCH // arm.islands,
         wire=arm.wire,
         merge=arm.merge,
@@ -291,7 +292,7 @@ def _train_torchft(run: Run, size: Size) -> float:
     np.save(folder / "holdout.npy", _holdout(run, size).numpy())
     result = run_torchft(
         folder / "run",
-        model=size.model,
+        model=size.model | {"vocab_size": VOCAB_SIZE},
         token_files=files,
         holdout_file=folder / "holdout.npy",
         seq_len=config.seq_len,

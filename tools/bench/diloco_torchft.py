@@ -140,7 +140,7 @@ def run_torchft(
 
     Args:
         folder: for logs and reports of the processes; made if it isn't there.
-        model: Hugging Face configuration, with its vocab_size.
+        model: Hugging Face configuration or the folder of a model as RunConfig has it, with its vocab_size.
         token_files: .npy of int64, (steps · batch_size, seq_len), in the order of training.
         holdout_file: .npy of int64, (sequences, seq_len).
         steps: inner steps of each replica, a multiple of sync_every: torchft would leave the rest out of the global parameters.
