@@ -31,6 +31,8 @@ _ATTEMPTS = 30
 _COMMIT_RETRIES = 15
 _VERSION = "atoll.schema_version"
 _CREATED = "atoll.created_version"
+_kept: dict[tuple[object, ...], DeltaTable] = {}
+"""Tables that this process has appended to: reading what is new in a log costs a fraction of reading it whole, over a slow link above all. Who appends takes one out."""
 _READER_VERSION = 1
 """Of Delta's protocol. Higher ones have features (deletion vectors, column mapping) without which data files are misread."""
 _CONFIGURATION = {
@@ -164,7 +166,7 @@ def append(
     data = rows if isinstance(rows, pa.Table) else to_table(name, rows)
     if spec.sort_by:
         data = data.sort_by([(column, "ascending") for column in spec.sort_by])
-    table = _upgraded(store, spec, open_table(store, name))
+    table = _upgraded(store, spec, _take_kept(store, spec) or open_table(store, name))
     transactions = None
     if writer is not None:
         assert sequence is not None
@@ -190,8 +192,25 @@ def append(
             continue
         except (DeltaError, OSError) as e:
             raise StoreUnreachable(f"append to table {name} of {store.uri}: {first_line(e)}") from e
+        _kept[_key(store, name)] = table
         return True
     raise StoreUnreachable(f"append to table {name} of {store.uri}: no commit in {_ATTEMPTS} attempts; run it again")
+
+
+def _key(store: Store, name: str) -> tuple[object, ...]:
+    return store.uri, name, frozenset((store.table_options or {}).items())
+
+
+def _take_kept(store: Store, spec: TableSpec) -> DeltaTable | None:
+    table = _kept.pop(_key(store, spec.name), None)
+    if table is None:
+        return None
+    try:
+        table.update_incremental()
+    except (DeltaError, OSError):
+        return None  # opened anew, it says what is wrong
+    _check_schema(store, spec, table)
+    return table
 
 
 def to_table(name: str, rows: Iterable[Mapping[str, Any]]) -> pa.Table:

@@ -190,7 +190,7 @@ def test_an_island_that_is_far_behind_leaps_to_a_snapshot_and_stands_where_the_t
 
 def test_what_rounding_keeps_back_reaches_the_others_in_the_end(tiny_store: Store) -> None:
     """Error feedback: with 4 bits the global parameters stay as near to the island's own as one step's rounding."""
-    run = start_run(tiny_store, "r", **(ONE | {"wire": "int4"}), steps=40, sync_every=2)
+    run = start_run(tiny_store, "r", **(ONE | {"wire": "int4"}), steps=24, sync_every=2)
     islands = _islands(run)
     syncer = _lockstep(run, islands)
     own, start = _own(islands[0]), first_state(run)[0].parameters()
@@ -220,7 +220,7 @@ def test_an_island_that_comes_late_takes_the_global_state_and_does_not_become_it
 
 
 def test_an_island_that_is_told_to_leave_stops_at_a_rounds_edge_and_comes_back(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", steps=40)
+    run = start_run(tiny_store, "r", steps=24)
     statuses: list[dict[str, Any]] = []
 
     def leave_early(status: dict[str, Any]) -> None:
@@ -232,7 +232,7 @@ def test_an_island_that_is_told_to_leave_stops_at_a_rounds_edge_and_comes_back(t
 
     Island(run, 1, emit=leave_early).train()
     assert statuses[-1]["state"] == "left"
-    assert 6 <= statuses[-1]["step"] < 40
+    assert 6 <= statuses[-1]["step"] < 24
     assert members(run)[1].left
     recorded = Catalog(tiny_store).rows("SELECT max(step) AS step FROM checkpoints WHERE run = 'r' AND island = 1")
     assert recorded == [{"step": statuses[-1]["step"]}]
@@ -244,4 +244,4 @@ def test_an_island_that_is_told_to_leave_stops_at_a_rounds_edge_and_comes_back(t
     assert back.progress.step == statuses[-1]["step"]
     back.train()
     tokens = Catalog(tiny_store).rows("SELECT sum(tokens)::BIGINT AS n FROM consumption WHERE island = 1")
-    assert tokens == [{"n": 40 * run.config.batch_size * run.config.seq_len}]
+    assert tokens == [{"n": 24 * run.config.batch_size * run.config.seq_len}]
