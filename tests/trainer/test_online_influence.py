@@ -198,7 +198,8 @@ def test_the_promise_is_kept_by_a_small_step() -> None:
         return float(F.cross_entropy(logits.flatten(0, 1), holdout[:, 1:].flatten()))
 
     slope = (after(-1e-3) - after(1e-3)) / 2e-3
-    assert float(found.double().sum()) == pytest.approx(slope, rel=1e-3)  # a float32 backward pass beside a float64 slope
+    # A float32 backward pass beside a float64 slope.
+    assert float(found.double().sum()) == pytest.approx(slope, rel=1e-3)
     assert holdout_loss(watched.model, holdout) == pytest.approx(after(0.0), rel=1e-5)
 
 
