@@ -155,9 +155,7 @@ class Island:
             sending = self._sending(number, round_=progress.round + 1, identity=self._parent)
             if sending is not None:
                 self._keeper.send(sending)
-        self._keeper.drain()
-        self._asides.drain()
-        self._bulk.drain()
+        self._drain()
         say_finished(self.run, self.island, step=progress.step)
         self._note("state", state="finished", step=progress.step)
         self._status("finished")
@@ -174,11 +172,14 @@ class Island:
     def leave(self) -> None:
         """Waits until all that the rounds so far have left to the background is in the store. What isn't sent yet comes with it if it comes again."""
         self._event("island_left", step=self.progress.step)
+        self._drain()
+        self._note("state", state="left", step=self.progress.step)
+        self._status("left")
+
+    def _drain(self) -> None:
         self._keeper.drain()
         self._asides.drain()
         self._bulk.drain()
-        self._note("state", state="left", step=self.progress.step)
-        self._status("left")
 
     def close(self) -> None:
         """Stops all that runs in the background."""

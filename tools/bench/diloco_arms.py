@@ -1,8 +1,8 @@
 """How each arm of the DiLoCo benchmark trains: one large batch, ours, torchft's. The arms that there are, and what is made of them, stand in diloco_quality.py.
 
 Every arm takes the same number of inner steps of the same global batch, on the same documents, each of which comes once at most; all begin with one model that plain
-training on other documents has made, as DiLoCo's authors do (arXiv 2311.08105, section 3). M islands share the batch and the documents. Islands and syncer run in turn in one process, so that a seed always gives the same figure: what a round sends is merged
-right after it and received a round later (τ = H / P).
+training on other documents has made, as DiLoCo's authors do (arXiv 2311.08105, section 3). M islands share the batch and the documents. Islands and syncer run in
+turn in one process, so that a seed always gives the same figure: what a round sends is merged right after it and received a round later (τ = H / P).
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from manifests.catalog import Catalog
-from manifests.jobs import make_job
 from manifests.store import Store
-from manifests.tables import create_store, open_store
+from manifests.tables import open_store
+from tools.bench.plain import train_plainly
+from tools.bench.tiered import make_tiered_store
 from trainer.run import Run, create_run
 
 if TYPE_CHECKING:
@@ -121,10 +122,6 @@ def train(arm: Arm, *, seed: int, store: Store, size: Size) -> float:
 
 def make_store(folder: Path, size: Size) -> Store:
     """A store with real text, tokenised and sharded, all in one tier; the one that is there, if it is."""
-    from pipeline.ingest import ingest
-    from pipeline.pool import ShardConfig, shard
-    from pipeline.sources import SourceSpec
-    from pipeline.tokenizer import train_tokenizer
     from tools.realtext import export_wikipedia
 
     if folder.exists():
@@ -133,16 +130,9 @@ def make_store(folder: Path, size: Size) -> Store:
     shutil.rmtree(part, ignore_errors=True)
     text = folder.with_suffix(".parquet")
     export_wikipedia(text, num_documents=size.documents, seed=0)
-    store = create_store(str(part))
-    ingest(store, [SourceSpec(uri=str(text), format="parquet", corpus="wikipedia")], holdout_share=0.1)
-    train_tokenizer(store, Catalog(store), vocab_size=VOCAB_SIZE)
-    job = make_job(store, "tier", config={}, inputs={})
-    documents = Catalog(store).rows("SELECT doc_id FROM documents WHERE split = 'train' ORDER BY doc_id")
-    same = {"tier_version": 1, "method": "all alike", "job": job.id}
-    job.append("tiers", [same | {"doc_id": row["doc_id"], "tier": "A", "score": 0.0} for row in documents], part=1)
-    job.append("tier_versions", [same | {"parameters": "{}", "thresholds": "{}"}], part=1)
-    job.commit({})
-    shard(store, config=ShardConfig(shard_bytes=100_000))
+    make_tiered_store(
+        part, text, corpus="wikipedia", holdout_share=0.1, vocab_size=VOCAB_SIZE, tiers="A", shard_bytes=100_000
+    )
     part.rename(folder)
     return open_store(str(folder))
 
@@ -255,25 +245,8 @@ def _train_sync(run: Run, size: Size) -> float:
 
 
 def _train_plainly(run: Run, model: nn.Module, *, lr: Callable[[int], float]) -> None:
-    """A bare loop over the sequences of all islands of the run."""
-    import torch
-
-    from trainer.model import make_optimizer, token_losses
-
-    config = run.config
-    streams = _streams(run)
-    optimizer = make_optimizer(model, config)
-    for step in range(1, config.steps + 1):
-        sequences = [stream.next_sequence() for stream in streams for _ in range(config.batch_size)]
-        tokens_BL = torch.from_numpy(np.stack([sequence.tokens for sequence in sequences]).astype(np.int64))
-        for group in optimizer.param_groups:
-            group["lr"] = lr(step)
-        optimizer.zero_grad(set_to_none=True)
-        token_losses(model, tokens_BL).mean().backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip)
-        optimizer.step()
-    for stream in streams:
-        stream.close()
+    """On the sequences of all islands of the run."""
+    train_plainly(model, run.config, _streams(run), batch_size=run.config.batch_size, lr=lr)
 
 
 def _train_torchft(run: Run, size: Size) -> float:

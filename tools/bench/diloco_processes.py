@@ -76,15 +76,15 @@ def call(function: Callable[..., Any], *arguments: Any, environment: Environment
 def _answer(
     answer: Connection, function: Callable[..., Any], arguments: tuple[Any, ...], environment: dict[str, str]
 ) -> None:
-    _settle(environment)
+    settle(environment)
     try:
         answer.send((True, function(*arguments)))
     except BaseException:
         answer.send((False, traceback.format_exc()))
 
 
-def _settle(environment: Environment) -> None:
-    """What every forked process does first."""
+def settle(environment: Environment) -> None:
+    """What every forked process does first: it ends when the benchmark does, however that ends."""
     os.setsid()  # a Ctrl-C in the terminal is the benchmark's alone, which then ends the others
     os.environ.update(environment)
     benchmark = multiprocessing.parent_process()
@@ -216,7 +216,7 @@ class Roles:
 
 
 def _live(status: Connection, store_uri: str, run: str, island: int, environment: Environment, log: Path) -> None:
-    _settle(environment)
+    settle(environment)
     with log.open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -12,38 +12,22 @@ from pathlib import Path
 from typing import Any
 
 from manifests.catalog import Catalog
-from manifests.jobs import make_job
 from manifests.schemas import TIERS
 from manifests.store import Store
-from manifests.tables import create_store, open_store
+from manifests.tables import open_store
+from tools.bench.tiered import make_tiered_store
 from trainer.run import Run
 
 
 def make_store(folder: Path, *, num_documents: int, vocab_size: int) -> str:
     """A store of code from the standard library, with a holdout and shards; its documents lie in the tiers in turn. Returns its address."""
-    from pipeline.ingest import ingest
-    from pipeline.pool import ShardConfig, shard
-    from pipeline.sources import SourceSpec
-    from pipeline.tokenizer import train_tokenizer
     from tools.realtext import export_stdlib_code
 
-    store = create_store(str(folder / "store"))
-    export_stdlib_code(folder / "code.parquet", num_documents=num_documents, seed=1)
-    source = SourceSpec(uri=str(folder / "code.parquet"), format="parquet", corpus="python")
-    ingest(store, [source], holdout_share=0.2)
-    train_tokenizer(store, Catalog(store), vocab_size=vocab_size)
-    job = make_job(store, "tier", config={}, inputs={})
-    same = {"tier_version": 1, "method": "in turn", "job": job.id}
-    documents = Catalog(store).rows("SELECT doc_id FROM documents WHERE split = 'train' ORDER BY doc_id")
-    rows = [
-        same | {"doc_id": row["doc_id"], "tier": TIERS[number % len(TIERS)], "score": float(-number)}
-        for number, row in enumerate(documents)
-    ]
-    job.append("tiers", rows, part=1)
-    job.append("tier_versions", [same | {"parameters": "{}", "thresholds": "{}"}], part=1)
-    job.commit({})
-    shard(store, config=ShardConfig())
-    return store.uri
+    text = folder / "code.parquet"
+    export_stdlib_code(text, num_documents=num_documents, seed=1)
+    return make_tiered_store(
+        folder / "store", text, corpus="python", holdout_share=0.2, vocab_size=vocab_size, tiers=TIERS
+    ).uri
 
 
 def copy_store(source: str, target: str) -> None:

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from manifests.errors import Failure
+from manifests.schemas import TIERS
 from manifests.store import Store
+from tools.bench.diloco_processes import settle
+from tools.bench.tiered import make_tiered_store
 
 if TYPE_CHECKING:
     from trainer.engine import Stepped
@@ -29,29 +32,19 @@ _PRELOADED = ["torch", "trainer.roles", "transformers.models.auto.modeling_auto"
 
 def make_store(folder: Path, *, num_documents: int) -> Store:
     """A store with real text, code of the standard library, tokenised in four tiers and a holdout; the scores are made up."""
-    from manifests.catalog import Catalog
-    from manifests.jobs import make_job
-    from manifests.tables import create_store
-    from pipeline.ingest import ingest
-    from pipeline.pool import ShardConfig, shard
-    from pipeline.sources import SourceSpec
-    from pipeline.tokenizer import train_tokenizer
     from tools.realtext import export_stdlib_code
 
-    store = create_store(str(folder / "store"))
     text = folder / "code.parquet"
     export_stdlib_code(text, num_documents=num_documents, seed=0)
-    ingest(store, [SourceSpec(uri=str(text), format="parquet", corpus="python")], holdout_share=0.1)
-    train_tokenizer(store, Catalog(store), vocab_size=VOCABULARY)
-    job = make_job(store, "tier", config={}, inputs={})
-    same = {"tier_version": 1, "method": "made up", "job": job.id}
-    documents = Catalog(store).rows("SELECT doc_id FROM documents WHERE split = 'train' ORDER BY doc_id")
-    tiers = [row | same | {"tier": "SABC"[n % 4], "score": -float(n)} for n, row in enumerate(documents)]
-    job.append("tiers", tiers, part=1)
-    job.append("tier_versions", [same | {"parameters": "{}", "thresholds": "{}"}], part=1)
-    job.commit({})
-    shard(store, config=ShardConfig(shard_bytes=1 << 16))
-    return store
+    return make_tiered_store(
+        folder / "store",
+        text,
+        corpus="python",
+        holdout_share=0.1,
+        vocab_size=VOCABULARY,
+        tiers=TIERS,
+        shard_bytes=1 << 16,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -146,10 +139,7 @@ class Player:
 def _play(play: Callable[..., None], connection: Connection, *arguments: Any) -> None:
     import torch
 
-    from trainer.launch import exit_with_parent
-
-    # The fork server, which ends with the benchmark.
-    exit_with_parent(os.getppid())
+    settle({})
     torch.set_num_threads(1)
     play(connection, *arguments)
 

@@ -20,6 +20,7 @@ from manifests.errors import Failure
 from manifests.strategies import UNIFORM
 from manifests.tables import open_store
 from tools.bench.frame import Benchmark, Figure, interleave, run_benchmark
+from tools.bench.plain import train_plainly
 from tools.demo import ISLANDS, OUTER, VOCAB_SIZE
 from tools.output import STDERR
 
@@ -107,10 +108,8 @@ def train_uniform(store_uri: str, size: Size, seed: int) -> float:
     Returns:
         Holdout loss, nats per token.
     """
-    import torch
-
     from trainer.feed import holdout_tokens, open_stream
-    from trainer.model import build_model, holdout_loss, learning_rate, make_optimizer, pick_device, token_losses
+    from trainer.model import build_model, holdout_loss, learning_rate, pick_device
     from trainer.plan import configure_run
     from trainer.run import Run
     from trainer.strategies import decide
@@ -127,17 +126,8 @@ def train_uniform(store_uri: str, size: Size, seed: int) -> float:
     stream = open_stream(run, catalog, island=0, weights=decision.weights)
     device = pick_device(config.device)
     model = build_model(config).to(device)
-    optimizer = make_optimizer(model, config)
-    for step in range(1, config.steps + 1):
-        sequences = [stream.next_sequence().tokens.astype("int64") for _ in range(config.batch_size * size.islands)]
-        tokens_BL = torch.stack([torch.from_numpy(tokens) for tokens in sequences]).to(device)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config)
-        optimizer.zero_grad(set_to_none=True)
-        token_losses(model, tokens_BL).mean().backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.gradient_clip)
-        optimizer.step()
-    stream.close()
+    batch_size = config.batch_size * size.islands
+    train_plainly(model, config, [stream], batch_size=batch_size, lr=lambda step: learning_rate(step, config))
     return holdout_loss(model, holdout_tokens(run, catalog).to(device))
 
 
