@@ -435,12 +435,14 @@ _SPECS = [
             _ISLAND,
             _field("sequence", pa.int64(), "number of the message, from 1, in this run and island"),
             _field("round", pa.int32(), "round that it closes"),
-            _field("loss_trend", pa.float64(), "change of the mean training loss against the message before"),
+            _field(
+                "loss_trend", pa.float64(), "change of the mean training loss against the message before; NaN: unknown"
+            ),
             _field(
                 "convergence_rate",
                 pa.float64(),
-                "slope of the training loss over the sequences",
-                unit="nats per sequence",
+                "slope of the training loss' logarithm over the sequences",
+                unit="1/sequence",
             ),
             _field("generalization_gap", pa.float64(), "holdout loss less training loss", unit="nats"),
             *_per_tier(
@@ -452,7 +454,14 @@ _SPECS = [
             ),
             _field("step_time_s", pa.float64(), "median time of an inner step", unit="seconds"),
             _AT,
+            _field("convergence_error", pa.float64(), "standard error of convergence_rate", null=True),
+            *_per_tier("effectiveness_error", pa.float64(), "standard error", unit="nats", null=True),
+            _field(
+                "upload_bps", pa.float64(), "median rate of the outer gradients sent", unit="bits/second", null=True
+            ),
+            _field("latency_s", pa.float64(), "median time of a small request to the store", unit="seconds", null=True),
         ],
+        version=2,
     ),
     _spec(
         "checkpoints",

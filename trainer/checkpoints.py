@@ -22,6 +22,7 @@ from manifests.store import Store
 from manifests.tables import append, read
 from trainer.drift import Drift, Sent
 from trainer.engine import Engine
+from trainer.feedback import TierLoss
 from trainer.run import Run
 from trainer.tape import Anatomy
 from trainer.wire import CorruptObject, object_hash, pack, unpack
@@ -41,8 +42,8 @@ class Progress:
     """Last merge of the tape that has been received."""
     sequence: int = 0
     """Feedback messages sent."""
-    tier_losses: dict[str, float] = field(default_factory=dict)
-    """Mean training loss by tier in the outer cycle before; what `adaptive` compares with."""
+    tier_losses: dict[str, TierLoss] = field(default_factory=dict)
+    """Training loss by tier in the outer cycle before; what `adaptive` compares with."""
     cycle_losses: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
     """Loss of every sequence of the outer cycle so far, by tier: a cycle may outlive its process."""
 
@@ -126,8 +127,7 @@ def pack_island(
                 "version": drift.version,
                 "tokens": drift.tokens,
                 "steps": drift.steps,
-                # Without what was measured by the clock: rounds that are taken again make the same checkpoint, to the bit.
-                "pending": {str(round_): {**sent.said, "step_time_s": 0.0} for round_, sent in drift.pending.items()},
+                "pending": {str(round_): _lasting(sent.said) for round_, sent in drift.pending.items()},
             }
         )
     counters = {
@@ -136,7 +136,7 @@ def pack_island(
         "tier_tokens": progress.tier_tokens,
         "merge": progress.merge,
         "sequence": progress.sequence,
-        "tier_losses": progress.tier_losses,
+        "tier_losses": {tier: [known.mean, known.error] for tier, known in progress.tier_losses.items()},
         "cycle_losses": progress.cycle_losses,
     }
     description = {
@@ -148,6 +148,11 @@ def pack_island(
     }
     path = f"{run.island_folder(island)}/checkpoint-{progress.round:06d}-{incarnation:03d}.safetensors"
     return Whole(path=path, data=pack(tensors, description), replaces=replaces)
+
+
+def _lasting(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what was measured by the clock, and told by this incarnation: rounds that are taken again make the same checkpoint, to the bit."""
+    return {**{name: value for name, value in said.items() if name != "feedback"}, "step_time_s": 0.0}
 
 
 def load_island(
@@ -179,7 +184,11 @@ def load_island(
             drift.put_pending(int(round_), Sent(parts=parts, said=said))
         drift.tokens, drift.steps = standing["tokens"], standing["steps"]
         drifts[number] = drift
-    return Progress(**description["progress"]), drifts
+    counters = description["progress"]
+    # Before there were errors, a loss was a number.
+    known = {t: x if isinstance(x, list) else [x, x] for t, x in counters["tier_losses"].items()}
+    losses = {tier: TierLoss(mean=mean, error=error) for tier, (mean, error) in known.items()}
+    return Progress(**(counters | {"tier_losses": losses})), drifts
 
 
 def checkpoint_row(
@@ -244,6 +253,20 @@ def commit_rounds(run: Run, island: int, rows: Sequence[Mapping[str, Any]]) -> N
 def ends_cycle(run: Run, round_: int) -> bool:
     """Whether a round is the last of an outer cycle, or of the run."""
     return round_ % run.config.num_fragments == 0 or round_ == run.config.num_rounds
+
+
+def messages_told(run: Run, round_: int) -> int:
+    """How many feedback messages an island has made after so many rounds: one at the end of every outer cycle."""
+    return (
+        -(-round_ // run.config.num_fragments)
+        if round_ == run.config.num_rounds
+        else round_ // run.config.num_fragments
+    )
+
+
+def round_of_message(run: Run, sequence: int) -> int:
+    """The round that a feedback message closes."""
+    return min(sequence * run.config.num_fragments, run.config.num_rounds)
 
 
 def is_anchor(run: Run, round_: int) -> bool:

@@ -120,6 +120,8 @@ class RunConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
+    feedback_bytes: int = 0
+    """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever. 0: all changes are told."""
     holdout_sequences: int = 64
     """Sequences of the holdout that a loss is measured on."""
     policy: str = ""
@@ -185,7 +187,15 @@ class RunConfig:
                 raise UserError(f"weight of group {bad[0]!r} is {weights[bad[0]]}; weights are numbers of 0 or more")
             if not sum(weights.values()) > 0:
                 raise UserError(f"the weights {dict(weights)} sum to 0; one of them must be above")
-        for name in ("max_staleness", "warmup_steps", "overlap_steps", "micro_batch", "gate_norm", "gate_holdout"):
+        for name in (
+            "max_staleness",
+            "warmup_steps",
+            "overlap_steps",
+            "micro_batch",
+            "gate_norm",
+            "gate_holdout",
+            "feedback_bytes",
+        ):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         for name, low, high in (("grace", 0, 1), ("keep", 0, 1), ("gate_cosine", -1, 1)):

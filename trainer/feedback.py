@@ -1,39 +1,111 @@
-"""What an island tells of an outer cycle. Pure functions of what it measured."""
+"""What an island tells of an outer cycle. Pure functions of what it measured; how it travels stands in messages.py."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, linear_regression, median
+from statistics import fmean, median
 from typing import Any
 
 from manifests.schemas import TIERS
+from trainer.messages import Levels, Scale
+
+_BY_TIER = [f"effectiveness_{tier.lower()}" for tier in TIERS]
+_NEVER_NULL = ("loss_trend", "convergence_rate", "generalization_gap", "step_time_s")
+"""Columns from the time when nothing was unknown."""
+SCALES = (
+    Scale(name="loss_trend", kind="linear", quantum=2e-3),
+    # Its own error says how finely it's worth telling.
+    Scale(name="convergence_t", kind="linear", quantum=0.5),
+    Scale(name="convergence_error", kind="log", quantum=0.5),
+    Scale(name="generalization_gap", kind="linear", quantum=2e-3),
+    *(
+        Scale(name=name, kind="linear", quantum=2e-3, importance=4.0) for name in _BY_TIER
+    ),  # decisions are made of these
+    *(Scale(name=name.replace("_", "_error_", 1), kind="log", quantum=0.5, importance=2.0) for name in _BY_TIER),
+    Scale(name="step_time_s", kind="log", quantum=0.1),
+    Scale(name="upload_bps", kind="log", quantum=0.5),
+    Scale(name="latency_s", kind="log", quantum=0.5),
+)
+"""The fields as they travel. Losses are of some hundred sequences: their means are uncertain by several thousandths of a nat at least."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierLoss:
+    """A tier's training loss over a cycle, nats per token."""
+
+    mean: float
+    error: float
+    """Standard error of the mean."""
+
+    @staticmethod
+    def of(losses: Sequence[float]) -> TierLoss:
+        """Of its sequences; of one alone the error isn't known and taken for its loss itself."""
+        # Sums of the standard library are exact. Numpy's depend in their last bit on where an array lies, and a run that is taken up again must tell the same.
+        mean = fmean(losses)
+        n = len(losses)
+        error = math.sqrt(math.fsum((x - mean) ** 2 for x in losses) / (n * (n - 1))) if n > 1 else abs(mean)
+        return TierLoss(mean=mean, error=error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Feedback:
-    """One island's message about one outer cycle; losses in nats per token."""
+    """One island's message about one outer cycle; losses in nats per token. None: not known."""
 
-    loss_trend: float
+    loss_trend: float | None
     """Change of the mean training loss against the message before."""
-    convergence_rate: float
-    """Slope of the training loss over the cycle's sequences, per sequence."""
-    generalization_gap: float
+    convergence_rate: float | None
+    """Slope of the logarithm of the training loss over the cycle's sequences, per sequence."""
+    convergence_error: float | None
+    """Its standard error."""
+    generalization_gap: float | None
     """Holdout loss less training loss."""
     effectiveness: Mapping[str, float | None]
-    """Descent of each tier's training loss since the message before; None where either is unknown."""
-    step_time_s: float
+    """Descent of each tier's training loss since the message before."""
+    effectiveness_error: Mapping[str, float | None]
+    """Its standard error."""
+    step_time_s: float | None
     """Median time of an inner step."""
+    upload_bps: float | None
+    """Median rate at which outer gradients went out, bits per second."""
+    latency_s: float | None
+    """Median time of a small request to the store."""
 
     def to_row(self) -> dict[str, Any]:
-        """As the `feedback` table keeps it."""
-        return {
+        """As the `feedback` table keeps it; what is unknown is NaN in the columns that must hold something."""
+        row = {
             "loss_trend": self.loss_trend,
             "convergence_rate": self.convergence_rate,
+            "convergence_error": self.convergence_error,
             "generalization_gap": self.generalization_gap,
-            **{f"effectiveness_{tier.lower()}": self.effectiveness[tier] for tier in TIERS},
+            **{name: self.effectiveness[tier] for name, tier in zip(_BY_TIER, TIERS, strict=True)},
+            **{_error(name): self.effectiveness_error[tier] for name, tier in zip(_BY_TIER, TIERS, strict=True)},
             "step_time_s": self.step_time_s,
+            "upload_bps": self.upload_bps,
+            "latency_s": self.latency_s,
         }
+        return row | {name: math.nan for name in _NEVER_NULL if row[name] is None}
+
+    def to_values(self) -> dict[str, float | None]:
+        """As it's told, by the names of SCALES."""
+        values = self.to_row()
+        rate, error = values.pop("convergence_rate"), values["convergence_error"]
+        return values | {"convergence_t": rate / error if error else None}
+
+    @staticmethod
+    def from_levels(levels: Levels) -> Feedback:
+        """What a reader takes a message's state for."""
+        values = {scale.name: scale.value(level) for scale, level in zip(SCALES, levels, strict=True)}
+        t, error = values.pop("convergence_t"), values["convergence_error"]
+        by_tier = {tier: values.pop(name) for name, tier in zip(_BY_TIER, TIERS, strict=True)}
+        errors = {tier: values.pop(_error(name)) for name, tier in zip(_BY_TIER, TIERS, strict=True)}
+        rate = t * error if t is not None and error is not None else None
+        return Feedback(convergence_rate=rate, effectiveness=by_tier, effectiveness_error=errors, **values)
+
+
+def _error(name: str) -> str:
+    return name.replace("_", "_error_", 1)
 
 
 def summarise_cycle(
@@ -41,31 +113,60 @@ def summarise_cycle(
     loss: float,
     holdout_loss: float,
     losses_by_tier: Mapping[str, Sequence[float]],
-    previous_tier_losses: Mapping[str, float],
+    previous: Mapping[str, TierLoss],
     step_times_s: Sequence[float],
-) -> tuple[Feedback, dict[str, float]]:
-    """A cycle's message, and the mean loss by tier that the next one compares with.
+    upload_bps: float | None,
+    latency_s: float | None,
+) -> tuple[Feedback, dict[str, TierLoss]]:
+    """A cycle's message, and the losses by tier that the next one compares with.
 
     Args:
         loss: mean training loss of the cycle's last round.
         holdout_loss: measured at its end.
         losses_by_tier: loss of every sequence of the cycle, in order, by tier.
-        previous_tier_losses: what this function returned for the cycle before, or nothing.
+        previous: what this function returned for the cycle before, or nothing.
         step_times_s: time of every inner step.
+        upload_bps: of the cycle's outer gradients, bits per second; None: none went out.
+        latency_s: of a small request; None: not measured.
     """
-    # Sums of the standard library are exact. Numpy's depend in their last bit on where an array lies, and a run that is taken up again must tell the same.
-    means = {tier: fmean(losses) for tier, losses in losses_by_tier.items() if losses}
-    effectiveness = {
-        tier: previous_tier_losses[tier] - means[tier] if tier in means and tier in previous_tier_losses else None
-        for tier in TIERS
-    }
-    slopes = [linear_regression(range(len(x)), x).slope for x in losses_by_tier.values() if len(x) >= 2]
-    known = [tier for tier in means if tier in previous_tier_losses]
+    now = {tier: TierLoss.of(losses) for tier, losses in losses_by_tier.items() if losses}
+    known = [tier for tier in now if tier in previous]
+    descents = {tier: previous[tier].mean - now[tier].mean for tier in known}
+    errors = {tier: math.hypot(previous[tier].error, now[tier].error) for tier in known}
+    rate, error = _log_slope(losses_by_tier)
     message = Feedback(
-        loss_trend=fmean(means[t] - previous_tier_losses[t] for t in known) if known else 0.0,
-        convergence_rate=fmean(slopes) if slopes else 0.0,
+        loss_trend=-fmean(descents.values()) if known else None,
+        convergence_rate=rate,
+        convergence_error=error,
         generalization_gap=holdout_loss - loss,
-        effectiveness=effectiveness,
-        step_time_s=median(step_times_s) if step_times_s else 0.0,
+        effectiveness={tier: descents.get(tier) for tier in TIERS},
+        effectiveness_error={tier: errors.get(tier) for tier in TIERS},
+        step_time_s=median(step_times_s) if step_times_s else None,
+        upload_bps=upload_bps,
+        latency_s=latency_s,
     )
-    return message, dict(previous_tier_losses) | means
+    return message, dict(previous) | now
+
+
+def _log_slope(losses_by_tier: Mapping[str, Sequence[float]]) -> tuple[float | None, float | None]:
+    """Slope of the logarithm of the loss over the cycle's sequences and its standard error: least squares with a level for each tier, since these lie apart.
+
+    Tiers are interleaved evenly, so the i-th of a tier's n sequences stands at about (i + ½) / n of the cycle.
+    """
+    total = sum(map(len, losses_by_tier.values()))
+    x, y, levels = [], [], 0
+    for losses in losses_by_tier.values():
+        # A loss of 0 has no logarithm; none is that small but by a fault.
+        if len(losses) < 2 or min(losses) <= 0:
+            continue
+        logs = [math.log(loss) for loss in losses]
+        places = [(i + 0.5) * total / len(losses) for i in range(len(losses))]
+        levels += 1
+        x += [place - fmean(places) for place in places]
+        y += [log - fmean(logs) for log in logs]
+    spread, freedom = math.fsum(place * place for place in x), len(x) - levels - 1
+    if freedom < 1:
+        return None, None
+    slope = math.fsum(a * b for a, b in zip(x, y, strict=True)) / spread
+    rest = math.fsum((b - slope * a) ** 2 for a, b in zip(x, y, strict=True))
+    return slope, math.sqrt(rest / freedom / spread)

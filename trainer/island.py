@@ -13,6 +13,7 @@ import os
 import socket
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from manifests.catalog import Catalog
 from manifests.errors import ObjectMissing
 from manifests.jobs import canonical_json
+from manifests.questions import question
 from manifests.schemas import TIERS
 from manifests.tables import append
 from trainer.checkpoints import (
@@ -36,14 +38,16 @@ from trainer.checkpoints import (
     is_anchor,
     last_checkpoint,
     load_island,
+    messages_told,
     pack_island,
 )
 from trainer.drift import Drift, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane
 from trainer.feed import Feed, holdout_tokens
-from trainer.feedback import Feedback, summarise_cycle
+from trainer.feedback import SCALES, Feedback, summarise_cycle
 from trainer.members import claim_incarnation, is_told_to_leave, say_finished
+from trainer.messages import Teller, to_text
 from trainer.metrics import Metrics
 from trainer.model import learning_rate
 from trainer.receiver import Follower, Receipt, Receiver
@@ -53,9 +57,12 @@ from trainer.rights import island_rights
 from trainer.run import Run
 from trainer.strategies import TABLES_READ, Decision, decide
 from trainer.stream import Sequence
+from trainer.talk import GivenMix
 from trainer.tape import anatomy_of, read_global
 from trainer.wire import object_hash
 
+_MOST_UNTOLD = 8
+"""Feedback messages that wait for an outer gradient to go with; older ones are given up."""
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
 
@@ -92,11 +99,13 @@ class Island:
         self._in_background = in_background
         self._keeper = RecordKeeper(run, island, incarnation=self.incarnation, in_background=in_background)
         self._bulk: Lane | Inline = Lane(f"checkpoints of island {island}") if in_background else Inline()
-        # Apart from the records: over a slow link a decision takes seconds, and outer gradients wait for records.
-        self._asides: Lane | Inline = Lane(f"feedback of island {island}") if in_background else Inline()
+        self._teller = Teller(
+            scales=SCALES, island=island, incarnation=self.incarnation, budget_bytes=config.feedback_bytes
+        )
+        self._untold: deque[tuple[int, Feedback]] = deque(maxlen=_MOST_UNTOLD)
+        self._given: GivenMix | None = None
         self._receiver: Receiver | None = None
         self._spans = SpanRecorder()
-        self._decided: list[tuple[Decision, str]] = []
         self._step_times: list[float] = []
         self._replaceable: str | None = None
         self._data_changed = False
@@ -178,7 +187,6 @@ class Island:
 
     def _drain(self) -> None:
         self._keeper.drain()
-        self._asides.drain()
         self._bulk.drain()
 
     def close(self) -> None:
@@ -186,7 +194,6 @@ class Island:
         if self._receiver is not None:
             self._receiver.stopping.set()
         self._keeper.close()
-        self._asides.close()
         self._bulk.close()
         self.feed.close()
         self.engine.close()
@@ -295,6 +302,7 @@ class Island:
     def _skip_to(self, row: dict[str, Any]) -> None:
         progress = self.progress
         progress.round, progress.step = row["round"], row["step"]
+        progress.sequence = messages_told(self.run, progress.round)
         progress.tier_tokens = {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
         self.mixture = Mixture.from_json(row["mixture"])
         self.feed.close()
@@ -349,7 +357,6 @@ class Island:
         if self._receiver is None:
             return
         self._keeper.check()
-        self._asides.check()
         self._bulk.check()
         self._install(self._receiver.take())
 
@@ -373,7 +380,10 @@ class Island:
                 keep=self.run.config.keep,
             )
             self.engine.write(parameters)
-        self.progress.merge = max(receipt.merge for receipt in receipts)
+        newest = max(receipts, key=lambda receipt: receipt.merge)
+        self.progress.merge = newest.merge
+        self._teller.acknowledge(newest.acknowledged)
+        self._given = newest.mix
         self._receipts.append((self.progress.step, self.progress.merge))
 
     # The end of a round.
@@ -439,7 +449,7 @@ class Island:
         measured = None
         if ends_cycle(self.run, self.progress.round):
             measured = self.engine.holdout_loss(self.holdout)
-            self._end_cycle(loss, measured, again=again is not None)
+            self._end_cycle(loss, measured)
             self._hold_near()
         if again is None:
             self._move_mix()
@@ -499,7 +509,12 @@ class Island:
             "tokens": drift.tokens,
             "steps": drift.steps,
             "step_time_s": round(statistics.median(self._step_times[-32:]), 6) if self._step_times else 0.0,
+            "tier_version": self.feed.tier_version,
+            "feedback": [
+                to_text(self._teller.tell(sequence, message.to_values())) for sequence, message in self._untold
+            ],
         }
+        self._untold.clear()
         sent = drift.send(parameters, round_=round_, wire=self.run.config.wire, said=said)
         return Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
 
@@ -535,7 +550,7 @@ class Island:
         self._passes = self._finished_passes()
         decision = None
         if not self.run.config.group_by:
-            # Without its feedback message, which has moved the weights already.
+            # Without a feedback message: those move the weights as the syncer is told of them.
             decision = self._decide(self.mixture.strategy, previous=self.mixture.weights)
             self.mixture = Mixture(strategy=self.mixture.strategy, weights=decision.weights)
             self.feed.stream.set_weights(decision.weights)
@@ -559,44 +574,41 @@ class Island:
 
     # The mix.
 
-    def _end_cycle(self, loss: float, measured: float, *, again: bool) -> None:
-        """Sends the feedback of an outer cycle, and asks for the mix anew: the feedback moves it, or somebody has edited the strategy."""
+    def _end_cycle(self, loss: float, measured: float) -> None:
+        """Makes the feedback message of an outer cycle, which goes out with the next outer gradient."""
         progress = self.progress
         progress.sequence += 1
-        message, tier_losses = summarise_cycle(
+        message, progress.tier_losses = summarise_cycle(
             loss=loss,
             holdout_loss=measured,
             losses_by_tier=progress.cycle_losses,
-            previous_tier_losses=progress.tier_losses,
+            previous=progress.tier_losses,
             step_times_s=self._step_times,
+            upload_bps=self._keeper.take_upload_bps(),
+            latency_s=self._follower.latency_s,
         )
-        progress.tier_losses = tier_losses
         progress.cycle_losses = {tier: [] for tier in TIERS}
         self._step_times = []
-        if not again:
-            sequence, round_, mixture = progress.sequence, progress.round, self.mixture
-            self._asides.add(lambda: self._publish(message, sequence=sequence, round_=round_, mixture=mixture))
-
-    def _publish(self, message: Feedback, *, sequence: int, round_: int, mixture: Mixture) -> None:
-        row = {"run": self.run.name, "island": self.island, "sequence": sequence, "round": round_}
-        append(
-            self.run.store,
-            "feedback",
-            [row | message.to_row()],
-            writer=f"feedback/{self.run.name}/{self.island}",
-            sequence=sequence,
-        )
-        if not self.run.config.group_by:
-            decision = self._decide(mixture.strategy, sequence=sequence, previous=mixture.weights)
-            self._decided.append((decision, f"feedback {sequence}, up to round {round_}"))
+        self._untold.append((progress.sequence, message))
+        self._note("feedback", sequence=progress.sequence, **message.to_row())
 
     def _move_mix(self) -> None:
-        """Takes the mix that has been decided on meanwhile."""
-        while self._decided:
-            decision, reason = self._decided.pop(0)
-            if decision.weights != dict(self.mixture.weights):
-                self._set_mix(Mixture(strategy=self.mixture.strategy, weights=decision.weights))
-                self._record_mixture(reason, decision)
+        """Takes the newest mix that the island has been given, unless it's of a tier version that the island has left."""
+        given = self._given
+        if given is None or given.tier_version != self.feed.tier_version or self.run.config.group_by:
+            return
+        if dict(given.weights) != dict(self.mixture.weights):
+            self._set_mix(Mixture(strategy=given.strategy, weights=given.weights))
+            self._record_mixture(
+                given.reason,
+                Decision(
+                    weights=given.weights,
+                    query=question("mixture"),
+                    parameters=given.parameters,
+                    inputs=given.inputs,
+                ),
+            )
+        self._given = None
 
     def _set_mix(self, mixture: Mixture) -> None:
         self.mixture = mixture

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import queue
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from manifests.errors import AtollError, ObjectMissing
+from trainer.messages import Key
 from trainer.quantise import Tensors
 from trainer.run import Run
+from trainer.talk import GivenMix
 from trainer.tape import Anatomy, Followed, follow_merge, read_global, read_merge, snapshots
 
 _POLL_S = 0.1
@@ -28,6 +32,10 @@ class Receipt:
     parameters: Tensors
     merged_round: int
     """Round of the island's own last outer gradient that is in it, or was dropped."""
+    acknowledged: Key | None
+    """The island's newest full feedback message that has been heard."""
+    mix: GivenMix | None
+    """The newest mix that the island has been given."""
 
 
 class Follower:
@@ -37,6 +45,7 @@ class Follower:
         self._run, self._anatomy, self._island = run, anatomy, island
         self._followed = followed
         self.bytes_down = 0
+        self._looks_s: deque[float] = deque(maxlen=32)
 
     @property
     def merge(self) -> int:
@@ -45,11 +54,19 @@ class Follower:
 
     def next_receipts(self) -> list[Receipt]:
         """What the next merge brings; nothing where there is none yet. Far behind, it leaps to the newest snapshot."""
+        began = time.monotonic()
         try:
             number = self._follow()
         except ObjectMissing:
+            self._looks_s.append(time.monotonic() - began)
             return []
         return [self._receipt(number)]
+
+    @property
+    def latency_s(self) -> float | None:
+        """How long the store takes to say that there's nothing new, the median of late; None: never yet."""
+        looks_s = list(self._looks_s)
+        return statistics.median(looks_s) if looks_s else None
 
     def up_to(self, merge: int) -> list[Receipt]:
         """What the merges up to one bring together, fragment by fragment.
@@ -97,12 +114,15 @@ class Follower:
 
     def _receipt(self, number: int) -> Receipt:
         followed = self._followed
+        heard = followed.talk.heard.get(self._island)
         return Receipt(
             merge=followed.merge,
             fragment=number,
             version=followed.versions[number],
             parameters=followed.parameters[number],
             merged_round=followed.merged_rounds[number].get(self._island, -1),
+            acknowledged=heard.acknowledged if heard is not None else None,
+            mix=followed.talk.mixes.get(self._island),
         )
 
 

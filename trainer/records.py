@@ -5,7 +5,9 @@ A slow store is met by larger commits: all rounds that wait are committed at onc
 
 from __future__ import annotations
 
+import statistics
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -56,6 +58,7 @@ class RecordKeeper:
         self._closed = False
         self.bytes_up = 0
         """Bytes of outer gradients that have gone out."""
+        self._rates_bps: list[float] = []
         self._in_background = in_background
         if in_background:
             threading.Thread(target=self._work, name=f"records of island {island}", daemon=True).start()
@@ -80,6 +83,12 @@ class RecordKeeper:
     def is_unsent(self, fragment: int) -> bool:
         """Whether an outer gradient of a fragment still waits."""
         return self._unsent.get(fragment, 0) > 0
+
+    def take_upload_bps(self) -> float | None:
+        """Median rate of the outer gradients that have gone out since the last call, bits per second; None: there were none."""
+        with self._changed:
+            rates, self._rates_bps = self._rates_bps, []
+        return statistics.median(rates) if rates else None
 
     def check(self) -> None:
         """Raises what has failed."""
@@ -158,7 +167,10 @@ class RecordKeeper:
     def _put(self, sending: Sending) -> None:
         path = self._run.outer_path(self._island, sending.round, sending.fragment)
         data = pack_parts(sending.sent.parts, sending.shapes, sending.sent.said["wire"], sending.sent.said)
+        began = time.monotonic()
         self._run.store.put_content(path, data)
+        seconds = time.monotonic() - began
         with self._changed:
             self.bytes_up += len(data)
+            self._rates_bps.append(8 * len(data) / max(seconds, 1e-9))
             self._unsent[sending.fragment] -= 1

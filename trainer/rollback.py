@@ -22,6 +22,7 @@ from manifests.store import Store
 from trainer.config import RunConfig
 from trainer.members import members
 from trainer.run import GLOBAL, Branch, Run, create_run, load_run, read_excluded
+from trainer.talk import Talk
 from trainer.tape import first_state, replay, write_snapshot
 
 
@@ -131,9 +132,9 @@ def apply_rollback(store: Store, plan: Plan) -> Run:
     excluded_object = f"runs/{plan.new_run}/excluded-{xxhash.xxh3_128_hexdigest(excluded)}.bin"
     store.put_content(excluded_object, excluded)
     anatomy = first_state(old)[1]
-    write_snapshot(
-        Run(store=store, config=config, branch=None), replay(_with_merge(old, plan.merge), anatomy, end=plan.merge)
-    )
+    state = replay(_with_merge(old, plan.merge), anatomy, end=plan.merge)
+    state.talk = Talk()  # the branch's islands count their lives, and so what they tell, from one again
+    write_snapshot(Run(store=store, config=config, branch=None), state)
     branch = Branch(
         parent_run=plan.run,
         predicate=plan.predicate,

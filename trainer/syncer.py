@@ -30,14 +30,17 @@ from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
 from trainer.errands import Inline, Lane
 from trainer.feed import holdout_tokens
+from trainer.feedback import SCALES
 from trainer.gate import GateRules, Judged, cosines_to_others, decide
 from trainer.lease import Lease
 from trainer.members import members
+from trainer.messages import CorruptMessage, decode, from_text
 from trainer.metrics import Metrics
 from trainer.model import build_model, holdout_loss, parameters_of
 from trainer.outer import Part, merge_weight, norm, pairwise_cosines
 from trainer.quantise import Tensors, dequantise
 from trainer.run import GLOBAL, Run
+from trainer.steering import Steering
 from trainer.tape import (
     GlobalState,
     added,
@@ -146,6 +149,7 @@ class Syncer:
         self._events: Lane | Inline = Lane("events") if in_background else Inline()
         self._bulk: Lane | Inline = Lane("snapshots") if in_background else Inline()
         self.holdout_loss: float | None = None
+        self._steering = Steering(run, self.state.talk, in_background=in_background)
         self._complete_tape()
         self._complete_checkpoint()
 
@@ -179,6 +183,10 @@ class Syncer:
         """
         self._events.check()
         self._bulk.check()
+        self._steering.check()
+        while self._steering.troubles:
+            island, why = self._steering.troubles.pop(0)
+            self._say("mix_stays", island=island, detail={"why": why})
         # The order matters: what an island sent before it finished is seen by the look after.
         everyone = self._look_for_members()
         self._look_for_gradients()
@@ -290,6 +298,8 @@ class Syncer:
         taken: list[dict[str, Any]] = []
         rounds: dict[int, int] = {}
         dropped: list[dict[str, Any]] = []
+        feedback: dict[str, list[str]] = {}
+        tier_versions: dict[int, int] = {}
         for island in islands:
             arrived = [inbox.waiting[island][round_].result() for round_ in sorted(inbox.waiting[island])]
             rounds[island] = max(inbox.waiting[island])
@@ -297,7 +307,12 @@ class Syncer:
             for one in arrived:
                 if isinstance(one, CorruptObject):
                     self._say("refused", island=island, fragment=number, detail={"why": str(one)})
-                elif fragment.version - one.said["base_version"] > config.max_staleness:
+                    continue
+                # What an island tells counts, whatever becomes of its outer gradient.
+                if told := self._told(one, number):
+                    feedback.setdefault(str(island), []).extend(told)
+                    tier_versions[island] = one.said["tier_version"]
+                if fragment.version - one.said["base_version"] > config.max_staleness:
                     dropped.append({"island": island, "round": one.said["round"], "why": "stale"})
                 else:
                     sound.append(one)
@@ -316,6 +331,8 @@ class Syncer:
             "cosines": cosines,
             "dropped": dropped,
             "live": len(live),
+            "feedback": feedback,
+            "mixes": {str(island): mix.to_json() for island, mix in self._steering.decided().items()},
         }
         description = self._describe(number, [taken[i] for i in passed], rounds) | said
         outer, parts = merge_into(
@@ -338,6 +355,8 @@ class Syncer:
             if sent["step_time_s"] > 0:
                 self._step_times[sent["island"]] = sent["step_time_s"]
         move(self.state, description, outer)
+        self._steering.given(self.state.talk.mixes)
+        self._steering.hear(self.state.talk, tier_versions)
         self._append_merge(description)
         for island, change in changes:
             self._say(
@@ -361,6 +380,24 @@ class Syncer:
         if self.merge % len(self._inboxes) == 0:
             self._checkpoint()
         return True
+
+    def _told(self, arrived: Arrived, number: int) -> list[str]:
+        """The feedback that came with an outer gradient, as it goes on the tape."""
+        texts: list[str] = arrived.said.get("feedback", [])
+        if texts == []:
+            return []
+        try:
+            if not isinstance(texts, list) or not isinstance(arrived.said.get("tier_version"), int):
+                raise CorruptMessage("no list of feedback messages, or no tier version")
+            for text in texts:
+                message = decode(from_text(text), SCALES)
+                if message.island != arrived.said["island"]:
+                    raise CorruptMessage(f"a feedback message of island {message.island}")
+        except CorruptMessage as e:
+            why = f"{arrived.path} brings {e}; its outer gradient counts, its feedback doesn't"
+            self._say("refused", island=arrived.said["island"], fragment=number, detail={"why": why})
+            return []
+        return texts
 
     def _part_of(self, taken: list[dict[str, Any]], others: set[int]) -> Part:
         """How much of a whole outer step a merge is whose outer gradients are `taken`, while `others` have theirs still to come."""
@@ -568,6 +605,7 @@ class Syncer:
             self._commit_checkpoint(self.state)
         loss = self.holdout_loss
         assert loss is not None
+        self._steering.drain()
         self._say("finished", sequence=self.merge + 1, detail={"holdout_loss": loss, "merges": self.merge})
         self._events.drain()
         self.run.store.put_content(
@@ -580,6 +618,7 @@ class Syncer:
         """Lets what is under way go out, and ends the threads."""
         self._events.close()
         self._bulk.close()
+        self._steering.close()
         if self._pool is not None:
             self._pool.shutdown(wait=False)
 

@@ -22,6 +22,7 @@ from trainer.model import build_model, embeddings_of, parameters_of
 from trainer.outer import Outer, Part, follow, merged_gradient, outer_step
 from trainer.quantise import Tensors, dequantise
 from trainer.run import Run
+from trainer.talk import Talk
 from trainer.wire import CorruptObject, object_hash, pack, unpack, unpack_parts
 
 Shapes = dict[str, tuple[int, ...]]
@@ -72,6 +73,7 @@ class GlobalState:
     latest: dict[str, dict[str, Any]]
     """Island → its newest checkpoint that went in, with the step that it had."""
     gate: GateMemory
+    talk: Talk = field(default_factory=Talk)
 
     @property
     def clock(self) -> list[int]:
@@ -149,6 +151,7 @@ def move(state: GlobalState, description: Mapping[str, Any], outer: Outer) -> No
     state.merge = description["merge"]
     state.latest = dict(description["latest"])
     state.gate = GateMemory.from_json(description["gate"])
+    state.talk = state.talk.after(description)
 
 
 def snapshots(run: Run) -> list[int]:
@@ -187,6 +190,7 @@ def write_snapshot(run: Run, state: GlobalState) -> tuple[str, bytes]:
             "merge": state.merge,
             "latest": state.latest,
             "gate": state.gate.to_json(),
+            "talk": state.talk.to_json(),
             "fragments": fragments,
         },
         sort_keys=True,
@@ -214,8 +218,16 @@ def read_snapshot(run: Run, merge: int) -> GlobalState:
         rounds = {int(island): round_ for island, round_ in entry["rounds"].items()}
         fragments.append(Fragment(version=entry["version"], outer=outer, merged_rounds=rounds))
     return GlobalState(
-        merge=merge, fragments=fragments, latest=loaded["latest"], gate=GateMemory.from_json(loaded["gate"])
+        merge=merge,
+        fragments=fragments,
+        latest=loaded["latest"],
+        gate=GateMemory.from_json(loaded["gate"]),
+        talk=_talk_of(loaded),
     )
+
+
+def _talk_of(loaded: Mapping[str, Any]) -> Talk:
+    return Talk.from_json(loaded.get("talk", {}))  # none in a snapshot from before islands told anything here
 
 
 def _read_description(run: Run, merge: int) -> dict[str, Any]:
@@ -246,6 +258,7 @@ class Followed:
     parameters: list[Tensors]
     versions: list[int]
     merged_rounds: list[dict[int, int]]
+    talk: Talk
 
 
 def follow_merge(followed: Followed, parts: Tensors, description: Mapping[str, Any]) -> int:
@@ -257,6 +270,7 @@ def follow_merge(followed: Followed, parts: Tensors, description: Mapping[str, A
     followed.versions[number] = description["version"]
     followed.merged_rounds[number] |= {int(island): round_ for island, round_ in description["rounds"].items()}
     followed.merge = description["merge"]
+    followed.talk = followed.talk.after(description)
     return number
 
 
@@ -280,6 +294,7 @@ def read_global(run: Run, anatomy: Anatomy, *, merge: int | None = None) -> Foll
         parameters=[_read_part(run, entry["parameters"]) for entry in loaded["fragments"]],
         versions=[entry["version"] for entry in loaded["fragments"]],
         merged_rounds=[{int(i): r for i, r in entry["rounds"].items()} for entry in loaded["fragments"]],
+        talk=_talk_of(loaded),
     )
     while merge is None or followed.merge < merge:
         try:

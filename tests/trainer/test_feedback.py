@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
+from scipy.stats import linregress
 
 from manifests.schemas import TABLES, TIERS
-from trainer.feedback import summarise_cycle
+from trainer.feedback import SCALES, Feedback, TierLoss, summarise_cycle
 
 
 def _cycle(**more: Any) -> dict[str, Any]:
     return {
         "loss": 2.0, "holdout_loss": 2.5, "losses_by_tier": {"S": [3.0, 2.0, 1.0], "A": [4.0, 4.0], "B": [], "C": [1.0]},
-        "previous_tier_losses": {"S": 2.5, "A": 3.0, "B": 7.0}, "step_times_s": [0.1, 0.5, 0.2],
+        "previous": {tier: TierLoss(mean=mean, error=0.3) for tier, mean in {"S": 2.5, "A": 3.0, "B": 7.0}.items()},
+        "step_times_s": [0.1, 0.5, 0.2], "upload_bps": 1e6, "latency_s": 0.01,
     } | more  # fmt: skip
 
 
@@ -22,39 +25,82 @@ def test_effectiveness_is_each_tiers_descent_where_both_losses_are_known() -> No
     assert message.effectiveness == {"S": 0.5, "A": -1.0, "B": None, "C": None}
 
 
+def test_its_error_is_that_of_a_difference_of_two_means() -> None:
+    message, losses = summarise_cycle(**_cycle())
+    # S: deviations 1, 0, −1, so the variance is 1 and the error of the mean √⅓. A: none.
+    assert losses["S"].error == pytest.approx(math.sqrt(1 / 3))
+    assert message.effectiveness_error["S"] == pytest.approx(math.sqrt(1 / 3 + 0.09))
+    assert message.effectiveness_error["A"] == pytest.approx(0.3)
+    assert message.effectiveness_error["B"] is None
+
+
 def test_the_trend_is_the_mean_change_over_the_tiers_that_were_known() -> None:
     message, _ = summarise_cycle(**_cycle())
     assert message.loss_trend == pytest.approx((-0.5 + 1.0) / 2)
 
 
-def test_the_other_fields_are_gap_slope_and_median_time() -> None:
+def test_the_gap_and_the_median_time() -> None:
     message, _ = summarise_cycle(**_cycle())
     assert message.generalization_gap == 0.5
-    assert message.convergence_rate == pytest.approx((-1.0 + 0.0) / 2)
     assert message.step_time_s == 0.2
+
+
+def test_the_convergence_rate_of_one_tier_is_the_least_squares_slope_of_the_log_loss() -> None:
+    losses = [3.0, 2.6, 2.7, 2.2, 2.1]
+    message, _ = summarise_cycle(**_cycle(losses_by_tier={"S": losses}))
+    expected = linregress(range(5), [math.log(loss) for loss in losses])
+    assert message.convergence_rate == pytest.approx(expected.slope)
+    assert message.convergence_error == pytest.approx(expected.stderr)
+
+
+def test_tiers_that_lie_apart_dont_tilt_the_slope() -> None:
+    falling = [math.exp(-0.1 * i) for i in range(4)]
+    flat = {"S": falling, "A": [100 * loss for loss in falling]}
+    message, _ = summarise_cycle(**_cycle(losses_by_tier=flat))
+    # Two sequences of the cycle for each step of a tier.
+    assert message.convergence_rate == pytest.approx(-0.05)
+    assert message.convergence_error == pytest.approx(0, abs=1e-12)
 
 
 def test_a_tier_that_was_not_tried_keeps_its_loss_for_the_next_message() -> None:
     _, losses = summarise_cycle(**_cycle())
-    assert losses == {"S": 2.0, "A": 4.0, "B": 7.0, "C": 1.0}
+    assert {tier: loss.mean for tier, loss in losses.items()} == {"S": 2.0, "A": 4.0, "B": 7.0, "C": 1.0}
 
 
 def test_the_first_message_knows_no_trend() -> None:
-    message, losses = summarise_cycle(**_cycle(previous_tier_losses={}))
-    assert message.loss_trend == 0
-    assert message.effectiveness == dict.fromkeys(TIERS, None)
-    assert losses == {"S": 2.0, "A": 4.0, "C": 1.0}
+    message, losses = summarise_cycle(**_cycle(previous={}))
+    assert message.loss_trend is None
+    assert message.effectiveness == message.effectiveness_error == dict.fromkeys(TIERS, None)
+    assert set(losses) == {"S", "A", "C"}
 
 
 def test_a_cycle_without_sequences_is_a_message_all_the_same() -> None:
     message, losses = summarise_cycle(
-        **_cycle(losses_by_tier=dict.fromkeys(TIERS, ()), previous_tier_losses={}, step_times_s=[])
+        **_cycle(losses_by_tier=dict.fromkeys(TIERS, ()), previous={}, step_times_s=[], upload_bps=None)
     )
-    assert (message.loss_trend, message.convergence_rate, message.step_time_s) == (0, 0, 0)
+    assert (message.loss_trend, message.convergence_rate, message.step_time_s) == (None, None, None)
     assert losses == {}
 
 
 def test_a_message_fills_the_columns_of_its_table() -> None:
     message, _ = summarise_cycle(**_cycle())
-    columns = set(TABLES["feedback"].schema.names) - {"run", "island", "sequence", "round", "written_at"}
+    spec = TABLES["feedback"].schema
+    columns = set(spec.names) - {"run", "island", "sequence", "round", "written_at"}
     assert set(message.to_row()) == columns
+    nothing = Feedback.from_levels((None,) * len(SCALES)).to_row()
+    assert all(nothing[name] is not None for name in columns if not spec.field(name).nullable)
+
+
+def test_a_message_comes_back_from_its_journey_within_its_quanta() -> None:
+    message, _ = summarise_cycle(**_cycle())
+    values = message.to_values()
+    back = Feedback.from_levels(tuple(scale.level(values[scale.name]) for scale in SCALES))
+    for sent, got in zip(
+        (message.effectiveness["S"], message.generalization_gap, message.loss_trend),
+        (back.effectiveness["S"], back.generalization_gap, back.loss_trend),
+        strict=True,
+    ):
+        assert sent == pytest.approx(got, abs=1.01e-3)
+    assert message.step_time_s == pytest.approx(back.step_time_s, rel=0.06)
+    assert message.convergence_rate == pytest.approx(back.convergence_rate, abs=0.6 * (message.convergence_error or 0))
+    assert back.effectiveness["B"] is None

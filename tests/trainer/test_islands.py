@@ -14,10 +14,12 @@ from manifests.errors import SequenceTaken, UserError
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import create_store
-from tiny import copy_store, fabricate, silent, start_run, train_alone, train_together
+from tiny import copy_store, fabricate, silent, start_run, train_alone, train_in_turn, train_together
 from tools.provenance import check_ledger, checkpoint_mix, last_global_checkpoint
+from trainer.feedback import SCALES
 from trainer.island import Island
 from trainer.members import claim_incarnation
+from trainer.messages import Heard, Levels, decode, from_text
 from trainer.quantise import quantise
 from trainer.run import GLOBAL, Run, load_run
 from trainer.syncer import Syncer
@@ -80,11 +82,17 @@ def _events(run: Run, kind: str) -> list[dict[str, Any]]:
     return [row | {"detail": json.loads(row["detail"])} for row in rows]
 
 
-def _feedback(run: Run, island: int) -> list[dict[str, Any]]:
-    return Catalog(run.store).rows(
-        "SELECT * EXCLUDE (run, step_time_s, written_at) FROM feedback WHERE run = ? AND island = ? ORDER BY sequence",
-        [run.name, island],
-    )
+def _told(run: Run, island: int) -> dict[int, set[Levels]]:
+    """What an island has told, message by message, but for what it measured by the clock."""
+    heard = Heard()
+    for info in run.store.list(run.outer_folder(island)):
+        for text in unpack(run.store.get(info.path), name=info.path)[1]["feedback"]:
+            heard = heard.joined(Heard.of(decode(from_text(text), SCALES)))
+    timed = [i for i, scale in enumerate(SCALES) if scale.name in ("step_time_s", "upload_bps", "latency_s")]
+    told: dict[int, set[Levels]] = {}
+    for (_, sequence), levels in heard.states(len(SCALES)).items():
+        told.setdefault(sequence, set()).add(tuple(level for i, level in enumerate(levels) if i not in timed))
+    return told
 
 
 def _spans(run: Run, island: int) -> list[dict[str, Any]]:
@@ -253,7 +261,8 @@ def test_an_island_that_dies_before_its_commit_goes_on_as_if_it_never_had(
     island.train()
     assert _spans(broken, 0) == _spans(whole, 0)
     assert _counters(_last(broken, 0)) == _counters(_last(whole, 0)) == _recorded(broken, 0)
-    assert _feedback(broken, 0) == _feedback(whole, 0)
+    assert _told(broken, 0) == _told(whole, 0)
+    assert [len(states) for states in _told(whole, 0).values()] == [1, 1, 1, 1]
     ours, theirs = (unpack(run.store.get(_last(run, 0)["object"]), name="o")[0] for run in (broken, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
@@ -401,15 +410,18 @@ def test_preparing_a_run_twice_leaves_its_first_fragments(tiny_store: Store) -> 
 
 
 def test_an_adaptive_island_records_every_mix_that_it_uses(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", num_islands=1, strategies=("adaptive",))
-    train_alone(run, 0)
+    run = start_run(tiny_store, "r", num_islands=1, strategies=("adaptive",), steps=10)
+    train_in_turn(run)
     mixes = Catalog(tiny_store).rows("SELECT * FROM mixtures WHERE run = 'r' ORDER BY written_at")
     assert mixes[0]["reason"] == "first assignment"
-    assert len(mixes) > 1
+    # The first message knows no descent yet; what the last one decides comes too late.
+    assert [mix["reason"] for mix in mixes[1:]] == ["feedback 2, up to round 4", "feedback 3, up to round 6"]
+    assert mixes[2]["round"] > mixes[1]["round"] >= 4
+    assert json.loads(mixes[2]["parameters"])["previous"] == [mixes[1][f"weight_{tier.lower()}"] for tier in TIERS]
     for mix in mixes:
         assert sum(mix[f"weight_{tier.lower()}"] for tier in TIERS) == pytest.approx(1)
     messages = Catalog(tiny_store).rows("SELECT sequence, round FROM feedback WHERE run = 'r' ORDER BY sequence")
-    assert [tuple(m.values()) for m in messages] == [(1, 2), (2, 4), (3, 6), (4, 8)]
+    assert [tuple(m.values()) for m in messages] == [(n, 2 * n) for n in range(1, 6)]
 
 
 def test_a_store_without_a_holdout_is_an_error_that_says_the_mend(tiny_store: Store) -> None:

@@ -182,6 +182,23 @@ def train_alone(run: Run, island: int) -> None:
     Island(run, island, emit=silent, in_background=False).train()
 
 
+def train_in_turn(run: Run) -> Syncer:
+    """Runs all islands and a syncer, a round of each in turn: what is sent is merged right after, and received a round later. The same way every time."""
+    islands = [Island(run, number, emit=silent, in_background=False) for number in range(run.config.num_islands)]
+    syncer = Syncer(run, emit=silent, in_background=False)
+    for _ in range(run.config.num_rounds):
+        for island in islands:
+            island.train_round()
+        for island in islands:
+            island.receive_now()
+        syncer.sweep()
+    for island in islands:
+        island.finish()
+        island.close()
+    assert syncer.serve() is not None
+    return syncer
+
+
 def train_together(run: Run) -> float:
     """Runs all islands and a syncer at once, each in a thread; returns the syncer's holdout loss."""
     # Made one after the other: building a model seeds torch's one generator.

@@ -1,0 +1,166 @@
+"""Feedback from the islands to the table and back as mixes: by the headers of outer gradients and the tape, through deaths of either side."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from manifests.catalog import Catalog
+from manifests.schemas import TIERS
+from manifests.store import Store
+from manifests.tables import append, create_store
+from tiny import fabricate, silent, start_run, train_in_turn
+from trainer.feedback import SCALES, Feedback
+from trainer.island import Island
+from trainer.messages import Message, Teller, decode, from_text, to_text
+from trainer.run import Run
+from trainer.syncer import Syncer
+from trainer.talk import Talk
+from trainer.tape import first_state, read_global, read_merge, replay
+from trainer.wire import pack, unpack
+
+ADAPTIVE: dict[str, Any] = {"strategies": ("adaptive",), "steps": 12}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Run, Syncer]:
+    """A run that is over, and its syncer; not to be changed."""
+    store = create_store(str(tmp_path_factory.mktemp("trained") / "store"))
+    fabricate(store)
+    run = start_run(store, "r", **ADAPTIVE)
+    return run, train_in_turn(run)
+
+
+def _rows(run: Run, sql: str) -> list[dict[str, Any]]:
+    return Catalog(run.store).rows(sql, [run.name])
+
+
+def _messages(run: Run, island: int) -> list[Message]:
+    """What an island has sent, in order."""
+    sent = []
+    for info in sorted(run.store.list(run.outer_folder(island)), key=lambda info: info.path):
+        sent += unpack(run.store.get(info.path), name=info.path)[1]["feedback"]
+    return [decode(from_text(text), SCALES) for text in sent]
+
+
+def _descriptions(run: Run) -> list[dict[str, Any]]:
+    anatomy = first_state(run)[1]
+    merges: list[dict[str, Any]] = []
+    while run.store.exists(run.merge_path(len(merges) + 1)):
+        merges.append(read_merge(run, anatomy, len(merges) + 1)[1])
+    return merges
+
+
+def test_every_message_comes_into_the_table_once_and_soon_as_what_has_changed(trained: tuple[Run, Syncer]) -> None:
+    run, _ = trained
+    rows = _rows(run, "SELECT island, sequence, round FROM feedback WHERE run = ? ORDER BY island, sequence")
+    assert [tuple(row.values()) for row in rows] == [(i, n, 2 * n) for i in range(2) for n in range(1, 7)]
+    for island in range(2):
+        backs = [message.back for message in _messages(run, island)]
+        assert backs[0] == 0
+        assert all(backs[2:])  # one is acknowledged by then
+    mixes = _rows(run, "SELECT * FROM mixtures WHERE run = ? ORDER BY written_at")
+    assert {mix["island"] for mix in mixes} == {0, 1}
+    assert [mix["reason"] for mix in mixes if mix["island"] == 1] == [
+        "first assignment",
+        *(f"feedback {n}, up to round {2 * n}" for n in range(2, 5)),  # what a later one decides comes too late
+    ]
+
+
+def test_a_row_says_what_the_island_said(trained: tuple[Run, Syncer]) -> None:
+    run, syncer = trained
+    states = syncer.state.talk.states(0)
+    row = _rows(run, "SELECT * FROM feedback WHERE run = ? AND island = 0 AND sequence = 6")[0]
+    said = Feedback.from_levels(states[max(states)]).to_row()
+    assert [row[name] for name in said] == [
+        pytest.approx(x, nan_ok=True) if x is not None else None for x in said.values()
+    ]
+    assert all(row[f"effectiveness_error_{tier}"] > 0 for tier in "sabc" if row[f"effectiveness_{tier}"] is not None)
+    assert row["step_time_s"] > 0
+    assert row["upload_bps"] > 0
+
+
+def test_who_reads_the_tape_knows_what_the_syncer_knows(trained: tuple[Run, Syncer]) -> None:
+    run, syncer = trained
+    anatomy = first_state(run)[1]
+    assert syncer.state.talk.mixes.keys() == {0, 1}
+    assert replay(run, anatomy, start=0).talk == syncer.state.talk
+    assert replay(run, anatomy).talk == read_global(run, anatomy).talk == syncer.state.talk
+    assert Talk.from_json(json.loads(json.dumps(syncer.state.talk.to_json()))) == syncer.state.talk
+
+
+def test_a_new_syncer_puts_into_the_table_what_a_dead_one_heard(
+    tiny_store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE)
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.steering.Steering._put_rows", lambda *_: None)
+        train_in_turn(run)
+    assert _rows(run, "SELECT * FROM feedback WHERE run = ?") == []
+    for _ in range(2):
+        Syncer(run, emit=silent, in_background=False).close()
+        rows = _rows(run, "SELECT island, sequence FROM feedback WHERE run = ? ORDER BY ALL")
+        assert [tuple(row.values()) for row in rows] == [(i, n) for i in range(2) for n in range(1, 7)]
+
+
+def test_an_island_that_comes_back_is_heard_and_goes_on_with_its_mix(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"num_islands": 1})
+    syncer = Syncer(run, emit=silent, in_background=False)
+    weights = {}
+    for rounds in (5, 7):  # the first life ends amid a cycle, without a word
+        island = Island(run, 0, emit=silent, in_background=False)
+        if weights:
+            assert dict(island.mixture.weights) == weights
+        for _ in range(rounds):
+            island.train_round()
+            island.receive_now()
+            syncer.sweep()
+        weights = dict(island.mixture.weights)
+    island.finish()
+    assert syncer.serve() is not None
+    rows = _rows(run, "SELECT sequence FROM feedback WHERE run = ? ORDER BY sequence")
+    assert [row["sequence"] for row in rows] == list(range(1, 7))
+    assert {message.incarnation for message in _messages(run, 0)} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [[""], ["rubbish"], [7], 7, [to_text(Teller(scales=SCALES, island=9, incarnation=0).tell(1, {}))]],
+    ids=["empty", "rubbish", "a number", "no list", "of another island"],
+)
+def test_a_damaged_message_is_refused_and_its_outer_gradient_counts(tiny_store: Store, text: object) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"num_islands": 1})
+    island = Island(run, 0, emit=silent, in_background=False)
+    for _ in range(2):
+        island.train_round()
+    path = run.outer_path(0, 2, 1)
+    tensors, description = unpack(tiny_store.get(path), name=path)
+    assert len(description["feedback"]) == 1
+    tiny_store.delete(path)
+    tiny_store.put_new(path, pack(tensors, description | {"feedback": text}))
+    syncer = Syncer(run, emit=silent, in_background=False)
+    syncer.sweep()
+    assert [c["island"] for merge in _descriptions(run) for c in merge["contributions"]] == [0, 0]
+    assert [merge["feedback"] for merge in _descriptions(run)] == [{}, {}]
+    (event,) = _rows(run, "SELECT detail FROM events WHERE run = ? AND kind = 'refused'")
+    assert path in event["detail"]
+    assert "its outer gradient counts" in event["detail"]
+
+
+def test_a_strategy_that_leaves_nothing_to_read_keeps_the_mix_and_is_told(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"num_islands": 1})
+    nothing = {f"weight_{tier.lower()}": 0.0 for tier in TIERS}
+    row = {"strategy": "adaptive", **nothing, "learning_rate": 0.0, "weight_floor": 0.0, "step_cap": 0.1, "reason": "x"}
+    append(tiny_store, "strategies", [row | {"weight_s": 1.0}])
+    island = Island(run, 0, emit=silent, in_background=False)
+    append(tiny_store, "strategies", [row])
+    syncer = Syncer(run, emit=silent, in_background=False)
+    for _ in range(run.config.num_rounds):
+        island.train_round()
+        island.receive_now()
+        syncer.sweep()
+    assert dict(island.mixture.weights) == {"S": 1.0, "A": 0.0, "B": 0.0, "C": 0.0}
+    told = _rows(run, "SELECT detail FROM events WHERE run = ? AND kind = 'mix_stays'")
+    assert "leaves no tier" in told[0]["detail"]

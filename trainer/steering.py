@@ -1,0 +1,141 @@
+"""The syncer's part of the feedback: puts what islands tell into the table `feedback`, and decides on their mixes. In the background: no merge waits for it.
+
+Islands tell in the headers of their outer gradients and are answered on the tape, so that feedback costs no request of its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from functools import partial
+
+from manifests.catalog import Catalog
+from manifests.errors import UserError
+from manifests.schemas import TIERS
+from manifests.tables import append, open_table
+from trainer.checkpoints import round_of_message
+from trainer.errands import Inline, Lane
+from trainer.feedback import Feedback
+from trainer.messages import Key, Levels
+from trainer.rights import island_rights
+from trainer.run import Run
+from trainer.strategies import TABLES_READ, decide
+from trainer.talk import GivenMix, Talk
+
+
+class Steering:
+    """Decides for all islands of a run, one after the other."""
+
+    def __init__(self, run: Run, talk: Talk, *, in_background: bool) -> None:
+        """Puts into the table what a dead syncer has heard and not put there.
+
+        Args:
+            run: the run.
+            talk: what stands on the tape so far.
+            in_background: False: all is done at once.
+        """
+        self._run = run
+        self._lane: Lane | Inline = Lane("feedback") if in_background else Inline()
+        self._lock = threading.Lock()
+        self._decided: dict[int, GivenMix] = {}
+        self._put: dict[int, int] = {}
+        self.troubles: list[tuple[int, str]] = []
+        """Islands whose mix could not be decided, and why; whoever reads it empties it."""
+        for island in talk.heard:
+            self._put_rows(island, talk.states(island))
+
+    def hear(self, talk: Talk, tier_versions: Mapping[int, int]) -> None:
+        """Takes in what stands on the tape now.
+
+        Args:
+            talk: the whole of it.
+            tier_versions: the islands that have told something new, and the tier version that each reads.
+        """
+        for island, tier_version in tier_versions.items():
+            states, given = talk.states(island), talk.mixes.get(island)
+            self._lane.add(partial(self._answer, island, states, given, tier_version))
+
+    def decided(self) -> dict[int, GivenMix]:
+        """Mixes that don't stand on the tape yet."""
+        with self._lock:
+            return dict(self._decided)
+
+    def given(self, mixes: Mapping[int, GivenMix]) -> None:
+        """Mixes that stand on the tape now."""
+        with self._lock:
+            self._decided = {i: mix for i, mix in self._decided.items() if mixes.get(i) != mix}
+
+    def check(self) -> None:
+        """Raises what has failed."""
+        self._lane.check()
+
+    def drain(self) -> None:
+        """Waits until all that was told is in the table."""
+        self._lane.drain()
+
+    def close(self) -> None:
+        """Ends the thread once it has done what it's at."""
+        self._lane.close()
+
+    def _answer(self, island: int, states: dict[Key, Levels], given: GivenMix | None, tier_version: int) -> None:
+        if not states:
+            return  # its base hasn't come yet
+        self._put_rows(island, states)
+        config = self._run.config
+        if config.group_by:
+            return
+        with self._lock:
+            given = self._decided.get(island, given)
+        known = Catalog(self._run.store, tables=("mixtures", "runs", "policies"))
+        key = max(states)
+        previous = given.weights if given is not None and given.tier_version == tier_version else None
+        try:
+            decision = decide(
+                Catalog(self._run.store, tables=TABLES_READ, rights=island_rights(config, known, island).both),
+                run=self._run.name,
+                island=island,
+                strategy=config.strategy_of(island),
+                tier_version=tier_version,
+                pool=config.pool,
+                sequence=key[1],
+                previous=previous or self._recorded_weights(known, island, tier_version),
+            )
+        except UserError as e:
+            self.troubles.append((island, str(e)))
+            return
+        mix = GivenMix(
+            key=key,
+            strategy=config.strategy_of(island),
+            tier_version=tier_version,
+            weights=decision.weights,
+            parameters=decision.parameters,
+            inputs=decision.inputs,
+            reason=f"feedback {key[1]}, up to round {round_of_message(self._run, key[1])}",
+        )
+        with self._lock:
+            self._decided[island] = mix
+
+    def _recorded_weights(self, catalog: Catalog, island: int, tier_version: int) -> dict[str, float] | None:
+        """What the island has said last that it mixes by."""
+        sql = (
+            "SELECT * FROM mixtures WHERE run = ? AND island = ? AND tier_version = ? ORDER BY written_at DESC LIMIT 1"
+        )
+        rows = catalog.rows(sql, [self._run.name, island, tier_version])
+        return {tier: rows[0][f"weight_{tier.lower()}"] for tier in TIERS} if rows else None
+
+    def _put_rows(self, island: int, states: Mapping[Key, Levels]) -> None:
+        """Appends what isn't in the table yet, row by row: a message is put there once, whoever does it and however often."""
+        writer = f"feedback/{self._run.name}/{island}"
+        if island not in self._put:
+            self._put[island] = open_table(self._run.store, "feedback").transaction_version(writer) or 0
+        for (_, sequence), levels in sorted(states.items(), key=lambda item: item[0][1]):
+            if sequence > self._put[island]:
+                row = {
+                    "run": self._run.name,
+                    "island": island,
+                    "sequence": sequence,
+                    "round": round_of_message(self._run, sequence),
+                    **Feedback.from_levels(levels).to_row(),
+                }
+                append(self._run.store, "feedback", [row], writer=writer, sequence=sequence)
+                self._put[island] = sequence
