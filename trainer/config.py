@@ -121,7 +121,7 @@ class RunConfig:
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
     feedback_bytes: int = 0
-    """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever. 0: all changes are told."""
+    """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
     holdout_sequences: int = 64
     """Sequences of the holdout that a loss is measured on."""
     policy: str = ""

@@ -11,24 +11,32 @@ from typing import Any
 from manifests.schemas import TIERS
 from trainer.messages import Levels, Scale
 
+
+def _error(name: str) -> str:
+    return name.replace("_", "_error_", 1)
+
+
 _BY_TIER = [f"effectiveness_{tier.lower()}" for tier in TIERS]
 _NEVER_NULL = ("loss_trend", "convergence_rate", "generalization_gap", "step_time_s")
 """Columns from the time when nothing was unknown."""
+_MEASURED = {name: _error(name) for name in _BY_TIER} | {"convergence_rate": "convergence_error"}
+"""Columns that have a standard error, and where it stands. They travel as multiples of it: finer is noise, whatever the batch, the cycle and the stage of training."""
+_OF_ERRORS = 0.25
 SCALES = (
-    Scale(name="loss_trend", kind="linear", quantum=2e-3),
-    # Its own error says how finely it's worth telling.
-    Scale(name="convergence_t", kind="linear", quantum=0.5),
-    Scale(name="convergence_error", kind="log", quantum=0.5),
-    Scale(name="generalization_gap", kind="linear", quantum=2e-3),
+    Scale(name="loss_trend", kind="linear", quantum=5e-3),
+    Scale(name="generalization_gap", kind="linear", quantum=5e-3),
+    # Decisions are made of the tiers' effectiveness.
     *(
-        Scale(name=name, kind="linear", quantum=2e-3, importance=4.0) for name in _BY_TIER
-    ),  # decisions are made of these
-    *(Scale(name=name.replace("_", "_error_", 1), kind="log", quantum=0.5, importance=2.0) for name in _BY_TIER),
+        Scale(name=name, kind="linear", quantum=_OF_ERRORS, importance=4.0 if name in _BY_TIER else 1.0)
+        for name in _MEASURED
+    ),
+    *(Scale(name=name, kind="log", quantum=0.25, importance=2.0) for name in _MEASURED.values()),
     Scale(name="step_time_s", kind="log", quantum=0.1),
     Scale(name="upload_bps", kind="log", quantum=0.5),
     Scale(name="latency_s", kind="log", quantum=0.5),
 )
-"""The fields as they travel. Losses are of some hundred sequences: their means are uncertain by several thousandths of a nat at least."""
+"""The fields as they travel."""
+_SCALES = {scale.name: scale for scale in SCALES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,22 +98,22 @@ class Feedback:
     def to_values(self) -> dict[str, float | None]:
         """As it's told, by the names of SCALES."""
         values = self.to_row()
-        rate, error = values.pop("convergence_rate"), values["convergence_error"]
-        return values | {"convergence_t": rate / error if error else None}
+        for name, error_name in _MEASURED.items():
+            # Against the error as the reader will have it, so that its rounding doesn't add to this one's.
+            error = _SCALES[error_name].value(_SCALES[error_name].level(values[error_name]))
+            values[name] = values[name] / error if values[name] is not None and error else None
+        return values
 
     @staticmethod
     def from_levels(levels: Levels) -> Feedback:
         """What a reader takes a message's state for."""
         values = {scale.name: scale.value(level) for scale, level in zip(SCALES, levels, strict=True)}
-        t, error = values.pop("convergence_t"), values["convergence_error"]
+        for name, error_name in _MEASURED.items():
+            in_errors, error = values[name], values[error_name]
+            values[name] = in_errors * error if in_errors is not None and error is not None else None
         by_tier = {tier: values.pop(name) for name, tier in zip(_BY_TIER, TIERS, strict=True)}
         errors = {tier: values.pop(_error(name)) for name, tier in zip(_BY_TIER, TIERS, strict=True)}
-        rate = t * error if t is not None and error is not None else None
-        return Feedback(convergence_rate=rate, effectiveness=by_tier, effectiveness_error=errors, **values)
-
-
-def _error(name: str) -> str:
-    return name.replace("_", "_error_", 1)
+        return Feedback(effectiveness=by_tier, effectiveness_error=errors, **values)
 
 
 def summarise_cycle(

@@ -66,6 +66,8 @@ class Scale:
 
 
 _LARGEST = 2**31 - 1
+_OF_NEWS = 16
+"""What becomes known, or unknown, counts for so many quanta."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
@@ -155,7 +157,7 @@ class Teller:
     island: int
     incarnation: int
     budget_bytes: int = 0
-    """A message's changes take no more; 0: no bound. One field is always told."""
+    """The changes in a message that isn't full take no more; 0: no bound. One is always told."""
     _full: dict[int, Levels] = field(default_factory=dict)
     """Sequence number → state, of the newest full messages."""
     _acknowledged: int | None = None
@@ -174,7 +176,8 @@ class Teller:
         if base is not None and sequence - base >= FULL_EVERY:
             base = None
         before: Levels = self._full[base] if base is not None else (None,) * len(levels)
-        chosen = self._choose([i for i, level in enumerate(levels) if level != before[i]], levels, before)
+        changed = [i for i, level in enumerate(levels) if level != before[i]]
+        chosen = changed if base is None or not self.budget_bytes else self._choose(changed, levels, before)
         message = Message(
             version=VERSION,
             island=self.island,
@@ -190,13 +193,11 @@ class Teller:
         return encode(message)
 
     def _choose(self, changed: list[int], levels: Levels, before: Levels) -> list[int]:
-        """The fields that are told: all that have changed, or the most telling ones that fit in; those that were left out for long go first."""
-        if not self.budget_bytes:
-            return changed
+        """Of the fields that have changed the most telling ones that fit in; those that were left out for long go first."""
 
         def urgency(i: int) -> tuple[bool, float]:
             change = _change(levels[i], before[i])
-            novelty = math.inf if change is None or before[i] is None else abs(change)
+            novelty = _OF_NEWS if change is None or before[i] is None else abs(change)
             waited = self._left_out.get(i, 0)
             return waited >= PATIENCE, self.scales[i].importance * novelty * (1 + waited)
 

@@ -95,12 +95,12 @@ def test_a_message_comes_back_from_its_journey_within_its_quanta() -> None:
     message, _ = summarise_cycle(**_cycle())
     values = message.to_values()
     back = Feedback.from_levels(tuple(scale.level(values[scale.name]) for scale in SCALES))
-    for sent, got in zip(
-        (message.effectiveness["S"], message.generalization_gap, message.loss_trend),
-        (back.effectiveness["S"], back.generalization_gap, back.loss_trend),
-        strict=True,
-    ):
-        assert sent == pytest.approx(got, abs=1.01e-3)
+    error = message.effectiveness_error["S"]
+    assert error is not None
+    assert back.effectiveness_error["S"] == pytest.approx(error, rel=0.14)
+    assert message.effectiveness["S"] == pytest.approx(back.effectiveness["S"], abs=0.15 * error)
+    assert message.generalization_gap == pytest.approx(back.generalization_gap, abs=2.6e-3)
+    assert message.loss_trend == pytest.approx(back.loss_trend, abs=2.6e-3)
     assert message.step_time_s == pytest.approx(back.step_time_s, rel=0.06)
-    assert message.convergence_rate == pytest.approx(back.convergence_rate, abs=0.6 * (message.convergence_error or 0))
+    assert message.convergence_rate == pytest.approx(back.convergence_rate, abs=0.15 * (message.convergence_error or 0))
     assert back.effectiveness["B"] is None

@@ -160,7 +160,7 @@ def test_joining_is_a_semilattice_even_for_messages_that_no_island_sends(
 def test_within_a_budget_the_most_telling_goes_first_and_nothing_waits_for_ever() -> None:
     teller = _teller(budget_bytes=1)
     first = decode(teller.tell(1, {"gap": 0.0, "trend": 0.0, "time": 1.0}), SCALES)
-    assert first.told == 0b001  # of what is all new, what is most important
+    assert first.told == 0b111  # what others build on is whole
     teller.acknowledge((2, 1))
     told = set()
     for sequence in range(2, 2 * PATIENCE + 4):
