@@ -28,15 +28,18 @@ from tests.store_content import Content, read_content
 
 EVERY_CUT = os.environ.get("ATOLL_EVERY_CUT") == "1"
 _STRIDE = {
-    "create": 31,
-    "score": 2,
-    "shard": 10,
-    "train": 19,
-    "rollback": 2,
-    "forget": 10,
-    "retier": 16,
-    "compact": 19,
-    "vacuum": 2,
+    "create": 61,
+    "ingest": 2,
+    "tokenizer": 2,
+    "score": 5,
+    "tier": 2,
+    "shard": 20,
+    "train": 38,
+    "rollback": 5,
+    "forget": 20,
+    "retier": 31,
+    "compact": 38,
+    "vacuum": 4,
 }
 """Not divisible by 3, so that it comes upon all three moments of a write."""
 _ON_S3 = ("create", "ingest", "shard", "train", "forget", "compact")

@@ -111,8 +111,16 @@ def test_training_on_a_folder_keeps_an_exact_ledger(trained: Path) -> None:
     _check_ledger(store, "r")
 
 
-def test_preparing_and_training_on_s3_keep_an_exact_ledger(s3_environment: str, tmp_path: Path) -> None:
-    prepare(tmp_path, s3_environment)
+def test_training_again_changes_nothing_and_with_other_options_is_refused(trained: Path, tmp_path: Path) -> None:
+    arguments = ("train", "--run", "r", *TRAIN, *model_option(tmp_path))
+    assert "finished already" in atoll(*arguments, store=str(trained / "store")).stderr
+    different = atoll(*arguments, "--lr", "0.001", store=str(trained / "store"))
+    assert different.returncode == 2
+    assert "lr: 0.003 there, 0.001 here" in different.stderr
+
+
+def test_training_on_s3_keeps_an_exact_ledger(prepared: Path, s3_environment: str, tmp_path: Path) -> None:
+    upload(prepared / "store", s3_environment)
     succeed("train", "--run", "r", *TRAIN, *model_option(tmp_path), store=s3_environment)
     assert set(_steps(s3_environment, "r").values()) == {32}
     _check_ledger(s3_environment, "r")
@@ -165,10 +173,6 @@ def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path
     succeed(*arguments, store=ready)
     assert set(_steps(ready, "r").values()) == {48}
     _check_ledger(ready, "r")
-    assert "finished already" in atoll(*arguments, store=ready).stderr
-    different = atoll(*arguments, "--lr", "0.001", store=ready)
-    assert different.returncode == 2
-    assert "lr: 0.003 there, 0.001 here" in different.stderr
 
 
 def _wait_until_alone(store: str) -> None:

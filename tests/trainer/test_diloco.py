@@ -146,8 +146,7 @@ def test_a_tape_that_was_tampered_with_is_named(tiny_store: Store) -> None:
         replay(run, anatomy, start=0)
 
 
-@pytest.mark.parametrize("wire", ["fp32", "int4"])
-@pytest.mark.parametrize("killed_after", [1, 4, 5, 7])
+@pytest.mark.parametrize(("wire", "killed_after"), [("int4", 1), ("fp32", 5), ("int4", 7)])
 def test_an_island_killed_amid_merges_goes_on_as_if_it_never_had(
     tiny_store: Store, tmp_path: Path, wire: str, killed_after: int
 ) -> None:
