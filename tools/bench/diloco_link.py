@@ -77,9 +77,9 @@ FULL = Size(
     documents=600,
     hidden_size=128,
     num_layers=6,
-    steps=312,
-    fast_steps=24,
-    options={"batch_size": 8, "seq_len": 64, "sync_every": 24, "num_fragments": 4, "lr": 2e-3},
+    steps=432,
+    fast_steps=48,
+    options={"batch_size": 16, "seq_len": 64, "sync_every": 48, "num_fragments": 4, "lr": 2e-3},
     case_limit_s=300,
 )
 QUICK = Size(
