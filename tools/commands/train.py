@@ -124,6 +124,13 @@ def train(
             rich_help_panel=_DILOCO,
         ),
     ] = 0.0,
+    feedback_bytes: Annotated[
+        int,
+        typer.Option(
+            help="Room for what has changed in a feedback message, the most telling first; 0: all is told.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = 0,
     checkpoint_cycles: Annotated[
         int, typer.Option(help="Outer cycles between two whole checkpoints of an island.")
     ] = 1,
@@ -212,6 +219,7 @@ def train(
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
         gate_holdout=gate_holdout,
+        feedback_bytes=feedback_bytes,
         checkpoint_cycles=checkpoint_cycles,
         model=model_of(model) or {},
         online_influence=online_influence,
