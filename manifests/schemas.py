@@ -441,7 +441,7 @@ _SPECS = [
             _field(
                 "convergence_rate",
                 pa.float64(),
-                "slope of the training loss' logarithm over the sequences",
+                "slope of the training loss' logarithm over the sequences; of the loss itself where convergence_error is null",
                 unit="1/sequence",
             ),
             _field("generalization_gap", pa.float64(), "holdout loss less training loss", unit="nats"),

@@ -257,11 +257,8 @@ def ends_cycle(run: Run, round_: int) -> bool:
 
 def messages_told(run: Run, round_: int) -> int:
     """How many feedback messages an island has made after so many rounds: one at the end of every outer cycle."""
-    return (
-        -(-round_ // run.config.num_fragments)
-        if round_ == run.config.num_rounds
-        else round_ // run.config.num_fragments
-    )
+    cycles, rest = divmod(round_, run.config.num_fragments)
+    return cycles + (rest > 0 and ends_cycle(run, round_))
 
 
 def round_of_message(run: Run, sequence: int) -> int:

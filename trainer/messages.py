@@ -70,6 +70,11 @@ _OF_NEWS = 16
 """What becomes known, or unknown, counts for so many quanta."""
 
 
+def levels_of(values: Mapping[str, float | None], scales: Sequence[Scale]) -> Levels:
+    """A state of values by the scales' names; what has none is unknown."""
+    return tuple(scale.level(values.get(scale.name)) for scale in scales)
+
+
 class Message(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """What is sent, field by field in this order."""
 
@@ -171,7 +176,7 @@ class Teller:
 
     def tell(self, sequence: int, values: Mapping[str, float | None]) -> bytes:
         """The message of a sequence number, above all before."""
-        levels = tuple(scale.level(values.get(scale.name)) for scale in self.scales)
+        levels = levels_of(values, self.scales)
         base = self._acknowledged
         if base is not None and sequence - base >= FULL_EVERY:
             base = None

@@ -41,8 +41,7 @@ class Steering:
         self._put: dict[int, int] = {}
         self.troubles: list[tuple[int, str]] = []
         """Islands whose mix could not be decided, and why; whoever reads it empties it."""
-        for island in talk.heard:
-            self._put_rows(island, talk.states(island))
+        self._lane.add(partial(self._put_all, talk))
 
     def hear(self, talk: Talk, tier_versions: Mapping[int, int]) -> None:
         """Takes in what stands on the tape now.
@@ -51,9 +50,8 @@ class Steering:
             talk: the whole of it.
             tier_versions: the islands that have told something new, and the tier version that each reads.
         """
-        for island, tier_version in tier_versions.items():
-            states, given = talk.states(island), talk.mixes.get(island)
-            self._lane.add(partial(self._answer, island, states, given, tier_version))
+        if tier_versions:
+            self._lane.add(partial(self._answer, talk, tier_versions))
 
     def decided(self) -> dict[int, GivenMix]:
         """Mixes that don't stand on the tape yet."""
@@ -77,43 +75,53 @@ class Steering:
         """Ends the thread once it has done what it's at."""
         self._lane.close()
 
-    def _answer(self, island: int, states: dict[Key, Levels], given: GivenMix | None, tier_version: int) -> None:
-        if not states:
-            return  # its base hasn't come yet
-        self._put_rows(island, states)
+    def _answer(self, talk: Talk, tier_versions: Mapping[int, int]) -> None:
+        told = {
+            island: states for island in tier_versions if (states := talk.states(island))
+        }  # else its base hasn't come
+        for island, states in told.items():
+            self._put_rows(island, states)
+        if not told or self._run.config.group_by:
+            return
+        catalog = Catalog(self._run.store, tables=(*TABLES_READ, "mixtures", "runs", "policies"))
+        for island, states in told.items():
+            with self._lock:
+                given = self._decided.get(island, talk.mixes.get(island))
+            try:
+                mix = self._decide(catalog, island, max(states), tier_versions[island], given)
+            except UserError as e:
+                self.troubles.append((island, str(e)))
+                continue
+            with self._lock:
+                self._decided[island] = mix
+
+    def _decide(self, catalog: Catalog, island: int, key: Key, tier_version: int, given: GivenMix | None) -> GivenMix:
         config = self._run.config
-        if config.group_by:
-            return
-        with self._lock:
-            given = self._decided.get(island, given)
-        known = Catalog(self._run.store, tables=("mixtures", "runs", "policies"))
-        key = max(states)
-        previous = given.weights if given is not None and given.tier_version == tier_version else None
-        try:
-            decision = decide(
-                Catalog(self._run.store, tables=TABLES_READ, rights=island_rights(config, known, island).both),
-                run=self._run.name,
-                island=island,
-                strategy=config.strategy_of(island),
-                tier_version=tier_version,
-                pool=config.pool,
-                sequence=key[1],
-                previous=previous or self._recorded_weights(known, island, tier_version),
-            )
-        except UserError as e:
-            self.troubles.append((island, str(e)))
-            return
-        mix = GivenMix(
+        rights = island_rights(config, catalog, island).both
+        strategy = config.strategy_of(island)
+        if given is not None and given.tier_version == tier_version:
+            previous: Mapping[str, float] | None = given.weights
+        else:
+            previous = self._recorded_weights(catalog, island, tier_version)
+        decision = decide(
+            catalog if rights.everything else Catalog(self._run.store, tables=TABLES_READ, rights=rights),
+            run=self._run.name,
+            island=island,
+            strategy=strategy,
+            tier_version=tier_version,
+            pool=config.pool,
+            sequence=key[1],
+            previous=previous,
+        )
+        return GivenMix(
             key=key,
-            strategy=config.strategy_of(island),
+            strategy=strategy,
             tier_version=tier_version,
             weights=decision.weights,
             parameters=decision.parameters,
             inputs=decision.inputs,
             reason=f"feedback {key[1]}, up to round {round_of_message(self._run, key[1])}",
         )
-        with self._lock:
-            self._decided[island] = mix
 
     def _recorded_weights(self, catalog: Catalog, island: int, tier_version: int) -> dict[str, float] | None:
         """What the island has said last that it mixes by."""
@@ -123,13 +131,20 @@ class Steering:
         rows = catalog.rows(sql, [self._run.name, island, tier_version])
         return {tier: rows[0][f"weight_{tier.lower()}"] for tier in TIERS} if rows else None
 
+    def _put_all(self, talk: Talk) -> None:
+        """What a dead syncer has heard."""
+        table = open_table(self._run.store, "feedback")
+        for island in talk.heard:
+            self._put[island] = table.transaction_version(self._writer(island)) or 0
+            self._put_rows(island, talk.states(island))
+
+    def _writer(self, island: int) -> str:
+        return f"feedback/{self._run.name}/{island}"
+
     def _put_rows(self, island: int, states: Mapping[Key, Levels]) -> None:
         """Appends what isn't in the table yet, row by row: a message is put there once, whoever does it and however often."""
-        writer = f"feedback/{self._run.name}/{island}"
-        if island not in self._put:
-            self._put[island] = open_table(self._run.store, "feedback").transaction_version(writer) or 0
         for (_, sequence), levels in sorted(states.items(), key=lambda item: item[0][1]):
-            if sequence > self._put[island]:
+            if sequence > self._put.get(island, 0):
                 row = {
                     "run": self._run.name,
                     "island": island,
@@ -137,5 +152,5 @@ class Steering:
                     "round": round_of_message(self._run, sequence),
                     **Feedback.from_levels(levels).to_row(),
                 }
-                append(self._run.store, "feedback", [row], writer=writer, sequence=sequence)
+                append(self._run.store, "feedback", [row], writer=self._writer(island), sequence=sequence)
                 self._put[island] = sequence

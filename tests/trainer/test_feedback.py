@@ -10,6 +10,7 @@ from scipy.stats import linregress
 
 from manifests.schemas import TABLES, TIERS
 from trainer.feedback import SCALES, Feedback, TierLoss, summarise_cycle
+from trainer.messages import levels_of
 
 
 def _cycle(**more: Any) -> dict[str, Any]:
@@ -93,8 +94,7 @@ def test_a_message_fills_the_columns_of_its_table() -> None:
 
 def test_a_message_comes_back_from_its_journey_within_its_quanta() -> None:
     message, _ = summarise_cycle(**_cycle())
-    values = message.to_values()
-    back = Feedback.from_levels(tuple(scale.level(values[scale.name]) for scale in SCALES))
+    back = Feedback.from_levels(levels_of(message.to_values(), SCALES))
     error = message.effectiveness_error["S"]
     assert error is not None
     assert back.effectiveness_error["S"] == pytest.approx(error, rel=0.14)

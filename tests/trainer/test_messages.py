@@ -19,13 +19,13 @@ from trainer.messages import (
     VERSION,
     CorruptMessage,
     Heard,
-    Levels,
     Message,
     Scale,
     Teller,
     decode,
     encode,
     from_text,
+    levels_of,
     to_text,
 )
 
@@ -41,10 +41,6 @@ _VALUES = st.fixed_dictionaries(
 
 def _teller(**more: int) -> Teller:
     return Teller(scales=SCALES, island=3, incarnation=2, **more)
-
-
-def _levels(values: dict[str, float | None]) -> Levels:
-    return tuple(scale.level(values.get(scale.name)) for scale in SCALES)
 
 
 def _read(messages: Sequence[bytes]) -> Heard:
@@ -109,7 +105,7 @@ def test_all_readers_come_to_the_same_whatever_is_delivered_how(
         if chance.random() < 0.05:
             teller = Teller(scales=SCALES, island=3, incarnation=teller.incarnation + 1)
         data = teller.tell(sequence, values)
-        meant[teller.incarnation, sequence] = _levels(values)
+        meant[teller.incarnation, sequence] = levels_of(values, SCALES)
         if chance.random() < 0.3:
             continue  # lost for everyone
         sent.append(data)

@@ -11,14 +11,15 @@ from manifests.catalog import Catalog
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append, create_store
-from tiny import fabricate, silent, start_run, train_in_turn
+from tiny import fabricate, messages_of, silent, start_run, tape_of
+from tools.bench.turns import train_in_turn
 from trainer.feedback import SCALES, Feedback
 from trainer.island import Island
-from trainer.messages import Message, Teller, decode, from_text, to_text
+from trainer.messages import Teller, to_text
 from trainer.run import Run
 from trainer.syncer import Syncer
 from trainer.talk import Talk
-from trainer.tape import first_state, read_global, read_merge, replay
+from trainer.tape import first_state, read_global, replay
 from trainer.wire import pack, unpack
 
 ADAPTIVE: dict[str, Any] = {"strategies": ("adaptive",), "steps": 12}
@@ -37,28 +38,12 @@ def _rows(run: Run, sql: str) -> list[dict[str, Any]]:
     return Catalog(run.store).rows(sql, [run.name])
 
 
-def _messages(run: Run, island: int) -> list[Message]:
-    """What an island has sent, in order."""
-    sent = []
-    for info in sorted(run.store.list(run.outer_folder(island)), key=lambda info: info.path):
-        sent += unpack(run.store.get(info.path), name=info.path)[1]["feedback"]
-    return [decode(from_text(text), SCALES) for text in sent]
-
-
-def _descriptions(run: Run) -> list[dict[str, Any]]:
-    anatomy = first_state(run)[1]
-    merges: list[dict[str, Any]] = []
-    while run.store.exists(run.merge_path(len(merges) + 1)):
-        merges.append(read_merge(run, anatomy, len(merges) + 1)[1])
-    return merges
-
-
 def test_every_message_comes_into_the_table_once_and_soon_as_what_has_changed(trained: tuple[Run, Syncer]) -> None:
     run, _ = trained
     rows = _rows(run, "SELECT island, sequence, round FROM feedback WHERE run = ? ORDER BY island, sequence")
     assert [tuple(row.values()) for row in rows] == [(i, n, 2 * n) for i in range(2) for n in range(1, 7)]
     for island in range(2):
-        backs = [message.back for message in _messages(run, island)]
+        backs = [message.back for message in messages_of(run, island)]
         assert backs[0] == 0
         assert all(backs[2:])  # one is acknowledged by then
     mixes = _rows(run, "SELECT * FROM mixtures WHERE run = ? ORDER BY written_at")
@@ -122,7 +107,7 @@ def test_an_island_that_comes_back_is_heard_and_goes_on_with_its_mix(tiny_store:
     assert syncer.serve() is not None
     rows = _rows(run, "SELECT sequence FROM feedback WHERE run = ? ORDER BY sequence")
     assert [row["sequence"] for row in rows] == list(range(1, 7))
-    assert {message.incarnation for message in _messages(run, 0)} == {0, 1}
+    assert {message.incarnation for message in messages_of(run, 0)} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -142,8 +127,8 @@ def test_a_damaged_message_is_refused_and_its_outer_gradient_counts(tiny_store: 
     tiny_store.put_new(path, pack(tensors, description | {"feedback": text}))
     syncer = Syncer(run, emit=silent, in_background=False)
     syncer.sweep()
-    assert [c["island"] for merge in _descriptions(run) for c in merge["contributions"]] == [0, 0]
-    assert [merge["feedback"] for merge in _descriptions(run)] == [{}, {}]
+    assert [c["island"] for merge in tape_of(run) for c in merge["contributions"]] == [0, 0]
+    assert [merge["feedback"] for merge in tape_of(run)] == [{}, {}]
     (event,) = _rows(run, "SELECT detail FROM events WHERE run = ? AND kind = 'refused'")
     assert path in event["detail"]
     assert "its outer gradient counts" in event["detail"]

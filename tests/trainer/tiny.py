@@ -23,11 +23,14 @@ from manifests.mds import encode_shard, index_json, object_path
 from manifests.schemas import TIERS
 from manifests.store import Store
 from trainer.config import RunConfig
+from trainer.feedback import SCALES
 from trainer.island import Island
 from trainer.members import say_finished
+from trainer.messages import Message, decode, from_text
 from trainer.run import Run, create_run
 from trainer.syncer import Syncer
-from trainer.tape import prepare_run
+from trainer.tape import first_state, prepare_run, read_merge
+from trainer.wire import unpack
 
 U32: np.dtype[Any] = np.dtype("<u4")
 PLACES = 1_000
@@ -182,21 +185,20 @@ def train_alone(run: Run, island: int) -> None:
     Island(run, island, emit=silent, in_background=False).train()
 
 
-def train_in_turn(run: Run) -> Syncer:
-    """Runs all islands and a syncer, a round of each in turn: what is sent is merged right after, and received a round later. The same way every time."""
-    islands = [Island(run, number, emit=silent, in_background=False) for number in range(run.config.num_islands)]
-    syncer = Syncer(run, emit=silent, in_background=False)
-    for _ in range(run.config.num_rounds):
-        for island in islands:
-            island.train_round()
-        for island in islands:
-            island.receive_now()
-        syncer.sweep()
-    for island in islands:
-        island.finish()
-        island.close()
-    assert syncer.serve() is not None
-    return syncer
+def tape_of(run: Run) -> list[dict[str, Any]]:
+    """What the run's merges say, in their order."""
+    anatomy = first_state(run)[1]
+    merges: list[dict[str, Any]] = []
+    while run.store.exists(run.merge_path(len(merges) + 1)):
+        merges.append(read_merge(run, anatomy, len(merges) + 1)[1])
+    return merges
+
+
+def messages_of(run: Run, island: int) -> list[Message]:
+    """The feedback that an island has sent, in its order."""
+    infos = sorted(run.store.list(run.outer_folder(island)), key=lambda info: info.path)
+    texts = [text for info in infos for text in unpack(run.store.get(info.path), name=info.path)[1]["feedback"]]
+    return [decode(from_text(text), SCALES) for text in texts]
 
 
 def train_together(run: Run) -> float:

@@ -20,6 +20,7 @@ from manifests.store import Store
 from manifests.tables import open_store
 from tools.bench.plain import train_plainly
 from tools.bench.tiered import make_tiered_store
+from tools.bench.turns import train_in_turn
 from trainer.run import Run, create_run
 
 if TYPE_CHECKING:
@@ -206,33 +207,16 @@ def _holdout(run: Run, size: Size) -> torch.Tensor:
 
 def _train_ours(run: Run, size: Size) -> float:
     """Islands and syncer, a round of each in turn."""
-    from trainer.island import Island
     from trainer.model import build_model, holdout_loss, parameters_of
-    from trainer.syncer import Syncer
     from trainer.tape import prepare_run
 
     prepare_run(run)
-    islands = [Island(run, number, emit=_ignore, in_background=False) for number in range(run.config.num_islands)]
-    syncer = Syncer(run, emit=_ignore, in_background=False)
-    for _ in range(run.config.num_rounds):
-        for island in islands:
-            island.train_round()
-        for island in islands:
-            island.receive_now()  # what was merged a round ago
-        syncer.sweep()
-    for island in islands:
-        island.finish()
-        island.close()
-    assert syncer.serve() is not None
+    syncer = train_in_turn(run)
     model = build_model(run.config)
     own = parameters_of(model)
     for name, value in syncer.state.parameters().items():
         own[name].copy_(value)
     return holdout_loss(model, _holdout(run, size))
-
-
-def _ignore(status: dict[str, Any]) -> None:
-    pass
 
 
 def _train_sync(run: Run, size: Size) -> float:

@@ -12,15 +12,16 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 from manifests.schemas import TABLES, TIERS
 from tools.bench.frame import Benchmark, Figure, run_benchmark
+from tools.bench.turns import train_in_turn
 from tools.output import STDERR
 from trainer.feedback import SCALES, Feedback
-from trainer.messages import Heard, Key, Levels, Teller, decode, to_text
+from trainer.messages import Heard, Key, Levels, Teller, decode, levels_of, to_text
 from trainer.run import Run
 from trainer.wire import unpack
 
@@ -117,11 +118,9 @@ def _train(size: Size, seed: int) -> list[Spoken]:
     """What each island of a run tells."""
     from tools.bench.tiered import make_tiered_store
     from tools.realtext import export_wikipedia
-    from trainer.island import Island
     from trainer.metrics import Metrics, read_metrics
     from trainer.plan import configure_run
     from trainer.run import create_run
-    from trainer.syncer import Syncer
     from trainer.tape import prepare_run
 
     with tempfile.TemporaryDirectory(prefix="atoll-feedback-") as folder:
@@ -147,26 +146,16 @@ def _train(size: Size, seed: int) -> list[Spoken]:
         prepare_run(run)
         roles = [f"island-{number:04d}" for number in range(size.islands)]
         metrics = [Metrics(store, f"{run.folder}/metrics/{role}", role=role, incarnation=0) for role in roles]
-        islands = [Island(run, n, emit=_ignore, metrics=metrics[n], in_background=False) for n in range(size.islands)]
-        syncer = Syncer(run, emit=_ignore, in_background=False)
-        for round_ in range(config.num_rounds):
-            for island in islands:
-                island.train_round()
-            for island in islands:
-                island.receive_now()
-            syncer.sweep()
-            if round_ % 40 == 0:
-                STDERR.print(f"  seed {seed}: round {round_} of {config.num_rounds}")
-        for island, metric in zip(islands, metrics, strict=True):
-            island.close()
+        train_in_turn(run, metrics=metrics, on_round=partial(_report, seed, config.num_rounds)).close()
+        for metric in metrics:
             metric.close()
-        syncer.close()
         lines = [line for line in read_metrics(store, "r")[0] if line["kind"] == "feedback"]
         return [_spoken(run, n, [line for line in lines if line["role"] == role]) for n, role in enumerate(roles)]
 
 
-def _ignore(status: dict[str, Any]) -> None:
-    pass
+def _report(seed: int, num_rounds: int, round_: int) -> None:
+    if round_ % 40 == 0:
+        STDERR.print(f"  seed {seed}: round {round_} of {num_rounds}")
 
 
 def _spoken(run: Run, island: int, lines: list[dict[str, Any]]) -> Spoken:
@@ -195,10 +184,6 @@ def _values(content: Mapping[str, Any]) -> Values:
 # Told again.
 
 
-def _levels(values: Values) -> Levels:
-    return tuple(scale.level(values[scale.name]) for scale in SCALES)
-
-
 def _with_budget(told: Sequence[list[Values]], budget: int) -> dict[str, Figure]:
     """Over a network that loses nothing and acknowledges two messages later."""
     sizes, behind = [], []
@@ -211,7 +196,7 @@ def _with_budget(told: Sequence[list[Values]], budget: int) -> dict[str, Figure]
             heard = heard.joined(Heard.of(decode(data, SCALES)))
             acknowledgements.append(heard.acknowledged)
             teller.acknowledge(acknowledgements[-3])
-            known, meant = heard.states(len(SCALES))[0, sequence], _levels(values)
+            known, meant = heard.states(len(SCALES))[0, sequence], levels_of(values, SCALES)
             if sequence > BEFORE_STEADY:
                 lengths.append(len(to_text(data)))
                 pairs = [(known[i], meant[i]) for i in _DECISIVE]
@@ -277,7 +262,7 @@ def _deliver(messages: list[Values], chance: random.Random) -> Outcome:
             incarnation += 1
             teller = Teller(scales=SCALES, island=0, incarnation=incarnation)
         data = teller.tell(sequence, values)
-        meant[incarnation, sequence] = _levels(values)
+        meant[incarnation, sequence] = levels_of(values, SCALES)
         for reader, letters in enumerate(mail):
             for _ in range(1 + (chance.random() < REPEAT)):
                 if chance.random() >= LOSS:
