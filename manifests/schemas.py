@@ -436,7 +436,9 @@ _SPECS = [
             _field("sequence", pa.int64(), "number of the message, from 1, in this run and island"),
             _field("round", pa.int32(), "round that it closes"),
             _field(
-                "loss_trend", pa.float64(), "change of the mean training loss against the message before; NaN: unknown"
+                "loss_trend",
+                pa.float64(),
+                "change of the mean training loss against the message before; 0 in the first",
             ),
             _field(
                 "convergence_rate",

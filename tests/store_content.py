@@ -18,6 +18,7 @@ from manifests.catalog import Catalog
 from manifests.schemas import TABLES
 from manifests.tables import open_store
 from trainer.checkpoints import checkpoint_id
+from trainer.run import GLOBAL
 from trainer.wire import object_hash, pack, unpack
 
 DIFFERING_COLUMNS = {
@@ -25,6 +26,8 @@ DIFFERING_COLUMNS = {
     "started_at": "a clock",
     "scored_at": "a clock",
     "step_time_s": "measured time",
+    "upload_bps": "measured time",
+    "latency_s": "measured time",
     "incarnation": "a killed island comes back as the next one",
 }
 DIFFERING_KEYS = {
@@ -45,6 +48,12 @@ DIFFERING_OBJECTS = {
     r"probe/[0-9a-f]{32}/.+": "of a killed probe: the next one can't know that it is dead",
     r"runs/[^/]+/members/\d+-\d+\.json": "a process claims its incarnation by it",
 }
+DIFFERING_SAYINGS = {
+    "feedback": "messages name their incarnation and measured times; what they say is in the table `feedback`",
+    "mixes": "versions of the tables that were read, and the incarnation that was heard; the mixes are in `mixtures`",
+    "talk": "both, as a snapshot keeps them",
+}
+"""Keys of what a run's objects say beside their tensors."""
 _STEP_TIME = re.compile(r'"step_time_s": [0-9.e-]+')
 """Measured time, in what an island says of an outer gradient."""
 _ISLAND_CHECKPOINT = re.compile(r"(runs/[^/]+/islands/\d+/checkpoint-\d+)-\d+\.safetensors")
@@ -108,11 +117,15 @@ class _Names:
         """Hash of what an object says: of a run's tensors, the description with plain names."""
         if path.startswith("runs/") and path.endswith(".safetensors"):
             tensors, description = unpack(data, name=path)
-            text = _STEP_TIME.sub('"step_time_s": 0', self.plain(json.dumps(description)))
+            text = _STEP_TIME.sub('"step_time_s": 0', self.plain(json.dumps(_lasting(description))))
             data = pack(tensors, json.loads(text))
         elif path.startswith("runs/") and path.endswith(".json"):
-            data = self.plain(data.decode()).encode()
+            data = self.plain(json.dumps(_lasting(json.loads(data)))).encode()
         return object_hash(data)
+
+
+def _lasting(said: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in said.items() if key not in DIFFERING_SAYINGS}
 
 
 def _rows(table: str, rows: list[dict[str, Any]], names: _Names) -> list[dict[str, Any]]:
@@ -120,7 +133,11 @@ def _rows(table: str, rows: list[dict[str, Any]], names: _Names) -> list[dict[st
     if table == "checkpoints":
         left_out.add("hash")  # of an object that names checkpoints; what it says is compared itself
     kept = [
-        {column: _value(table, column, names.plain(value)) for column, value in row.items() if column not in left_out}
+        {
+            column: _value(table, column, names.plain(value))
+            for column, value in row.items()
+            if column not in left_out and not (column == "size_bytes" and row["island"] == GLOBAL)  # DIFFERING_SAYINGS
+        }
         for row in rows
         if not any(name == table and row[column] == value for name, column, value in OF_EVERY_INCARNATION)
     ]

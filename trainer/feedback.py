@@ -17,8 +17,8 @@ def _error(name: str) -> str:
 
 
 _BY_TIER = [f"effectiveness_{tier.lower()}" for tier in TIERS]
-_NEVER_NULL = ("loss_trend", "convergence_rate", "generalization_gap", "step_time_s")
-"""Columns from the time when nothing was unknown."""
+_WHERE_UNKNOWN = {"loss_trend": 0.0, "convergence_rate": 0.0, "step_time_s": 0.0, "generalization_gap": math.nan}
+"""What columns hold that must hold something."""
 _MEASURED = {name: _error(name) for name in _BY_TIER} | {"convergence_rate": "convergence_error"}
 """Columns that have a standard error, and where it stands. They travel as multiples of it: finer is noise, whatever the batch, the cycle and the stage of training."""
 _OF_ERRORS = 0.25
@@ -81,8 +81,22 @@ class Feedback:
     """Median time of a small request to the store."""
 
     def to_row(self) -> dict[str, Any]:
-        """As the `feedback` table keeps it; what is unknown is NaN in the columns that must hold something."""
-        row = {
+        """As the `feedback` table keeps it."""
+        columns = self._columns()
+        return columns | {name: value for name, value in _WHERE_UNKNOWN.items() if columns[name] is None}
+
+    def to_values(self) -> dict[str, float | None]:
+        """As it's told, by the names of SCALES."""
+        values = self._columns()
+        for name, error_name in _MEASURED.items():
+            # Against the error as the reader will have it, so that its rounding doesn't add to this one's.
+            error = _SCALES[error_name].value(_SCALES[error_name].level(values[error_name]))
+            value = values[name]
+            values[name] = value / error if value is not None and error else None
+        return values
+
+    def _columns(self) -> dict[str, float | None]:
+        return {
             "loss_trend": self.loss_trend,
             "convergence_rate": self.convergence_rate,
             "convergence_error": self.convergence_error,
@@ -93,16 +107,6 @@ class Feedback:
             "upload_bps": self.upload_bps,
             "latency_s": self.latency_s,
         }
-        return row | {name: math.nan for name in _NEVER_NULL if row[name] is None}
-
-    def to_values(self) -> dict[str, float | None]:
-        """As it's told, by the names of SCALES."""
-        values = self.to_row()
-        for name, error_name in _MEASURED.items():
-            # Against the error as the reader will have it, so that its rounding doesn't add to this one's.
-            error = _SCALES[error_name].value(_SCALES[error_name].level(values[error_name]))
-            values[name] = values[name] / error if values[name] is not None and error else None
-        return values
 
     @staticmethod
     def from_levels(levels: Levels) -> Feedback:

@@ -87,8 +87,7 @@ def _own(store: Store, run: str) -> dict[str, Any]:
     """All that is of a run: its rows and its objects."""
     catalog = Catalog(store)
     tables = ("consumption", "checkpoints", "events", "mixtures", "feedback", "runs")
-    # As text: what is unknown may be NaN, which equals nothing.
-    rows = {t: repr(catalog.rows(f"SELECT * FROM {t} WHERE run = ? ORDER BY ALL", [run])) for t in tables}
+    rows = {t: catalog.rows(f"SELECT * FROM {t} WHERE run = ? ORDER BY ALL", [run]) for t in tables}
     return rows | {info.path: store.get(info.path) for info in store.list(f"runs/{run}")}
 
 
