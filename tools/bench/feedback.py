@@ -51,7 +51,7 @@ class Size:
     seeds: tuple[int, ...]
 
 
-FULL = Size(documents=3_000, islands=4, cycles=48, deliveries=1_000, seeds=(0, 1, 2))
+FULL = Size(documents=3_000, islands=2, cycles=48, deliveries=1_000, seeds=(0, 1, 2))
 QUICK = Size(documents=400, islands=2, cycles=12, deliveries=100, seeds=(0,))
 MODEL: dict[str, Any] = {
     "model_type": "llama",
