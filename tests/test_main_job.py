@@ -96,12 +96,20 @@ def _wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def _descendants(pid: int) -> list[int]:
+    """Processes that it has started, and those that these have."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            found += [child, *_descendants(child)]
+    return found
+
+
 def _island_process(train: int, island: int) -> int:
     """Id of the process of an island that `atoll train` has started."""
-    for pid in Path(f"/proc/{train}/task/{train}/children").read_text().split():
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"island" in command and command[command.index(b"--island") + 1] == str(island).encode():
-            return int(pid)
+    for pid in _descendants(train):
+        if Path(f"/proc/{pid}/comm").read_text().strip() == f"atoll-island-{island}":
+            return pid
     raise AssertionError(f"process {train} has no island {island}")
 
 
@@ -163,35 +171,23 @@ def test_interrupted_training_leaves_no_process_and_goes_on(ready: str, tmp_path
     arguments = ("train", "--run", "r", *TRAIN, *LONGER, *model_option(tmp_path))
     process = start(*arguments, store=ready)
     _wait_until(lambda: any(Path(ready, "runs/r/outer/0000").glob("*.safetensors")))
+    started = _descendants(process.pid)
+    assert len(started) >= 4  # two islands, the syncer, and what they are forked from
     stop_group(process, how)
     _, err = process.communicate(timeout=60)
     if how is signal.SIGINT:
         assert process.returncode == 130
         assert "goes on from there" in err
         assert "Traceback" not in err
-    _wait_until_alone(ready)
+    _wait_until_gone(started)
     succeed(*arguments, store=ready)
     assert set(_steps(ready, "r").values()) == {48}
     _check_ledger(ready, "r")
 
 
-def _wait_until_alone(store: str) -> None:
-    """Waits until no process of the store's run is left; that they leave by themselves is the point."""
+def _wait_until_gone(processes: list[int]) -> None:
+    """Waits until none of them is left; that they leave by themselves is the point."""
     deadline = time.monotonic() + 20
-    while True:
-        alive = [
-            p
-            for p in Path("/proc").glob("[0-9]*/cmdline")
-            if store.encode() in _read(p) and b"--parent-pid" in _read(p)
-        ]
-        if not alive:
-            return
+    while alive := [pid for pid in processes if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, f"still there: {alive}"
         time.sleep(0.3)
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -5,6 +5,7 @@ B sequences of L tokens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -150,10 +151,16 @@ class LocalEngine:
         """Nothing to let go of."""
 
 
+def started_by_torchrun() -> bool:
+    """Whether this process is a rank of several (or of one, if torchrun says so)."""
+    env = os.environ
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys() and (int(env["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in env)
+
+
 def make_engine(config: RunConfig, *, holdout_NL: torch.Tensor) -> Engine:
     """The engine for where this process stands: alone, or a rank of several (torchrun)."""
-    from trainer.ranks import RanksEngine, started_by_torchrun
-
     if started_by_torchrun():
+        from trainer.ranks import RanksEngine  # with FSDP's imports, which one rank doesn't need
+
         return RanksEngine(config)
     return LocalEngine(config, holdout_NL=holdout_NL)

@@ -41,12 +41,6 @@ _HOLDOUT_BATCH = 32
 """Holdout sequences that a rank has at once."""
 
 
-def started_by_torchrun() -> bool:
-    """Whether this process is a rank of several (or of one, if torchrun says so)."""
-    env = os.environ
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= env.keys() and (int(env["WORLD_SIZE"]) > 1 or "LOCAL_RANK" in env)
-
-
 def serve_rank(config: RunConfig) -> None:
     """What a rank other than 0 runs in place of an island, until rank 0 closes its engine.
 

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from manifests.catalog import cache_root
 from manifests.errors import AtollError
 from manifests.store import Store
+from trainer.engine import started_by_torchrun
 from trainer.island import Emit, Island
 from trainer.metrics import Metrics, find_logger
-from trainer.ranks import serve_rank, started_by_torchrun
 from trainer.run import Run, load_run
 from trainer.syncer import Steward
 
@@ -34,6 +34,8 @@ def run_island(
     """
     run = load_run(store, run_name)
     if started_by_torchrun() and int(os.environ["RANK"]) > 0:
+        from trainer.ranks import serve_rank
+
         serve_rank(run.config)
         return
     own = Island(run, island, emit=emit)

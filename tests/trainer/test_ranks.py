@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from manifests.errors import UserError
 from trainer.config import RunConfig
-from trainer.engine import LocalEngine
+from trainer.engine import LocalEngine, started_by_torchrun
 from trainer.model import embeddings_of, parameters_of
-from trainer.ranks import RanksEngine, serve_rank, started_by_torchrun
+from trainer.ranks import RanksEngine, serve_rank
 
 ROOT = Path(__file__).parents[2]
 MODEL = {

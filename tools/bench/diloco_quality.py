@@ -192,7 +192,7 @@ def _workers(number: int) -> ProcessPoolExecutor:
 def _begin_worker(parent_pid: int) -> None:
     import torch
 
-    from trainer.launch import exit_with_parent
+    from tools.bench.frame import exit_with_parent
 
     exit_with_parent(parent_pid)
     torch.set_num_threads(1)

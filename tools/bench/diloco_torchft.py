@@ -368,7 +368,7 @@ def _await_lighthouse(folder: Path) -> str:
 
 def main() -> None:
     """One process of a run: the Lighthouse, or a replica."""
-    from trainer.launch import exit_with_parent
+    from tools.bench.frame import exit_with_parent
 
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--folder", type=Path, required=True, help="the run's folder, with its job.json")

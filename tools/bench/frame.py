@@ -13,6 +13,7 @@ import platform
 import shlex
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,3 +116,14 @@ def _cells(found: Figure | str) -> str:
     if isinstance(found, str):
         return f"{found} | | | |"
     return f"{found.median:.4g} | {found.spread} | {len(found.values)} | {found.unit} | {found.meaning}"
+
+
+def exit_with_parent(parent_pid: int) -> None:
+    """Ends this process when its parent is gone, so that a killed `atoll train` leaves no island behind."""
+
+    def watch() -> None:
+        while os.getppid() == parent_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -246,13 +245,11 @@ def island(
         bool, typer.Option("--no-syncer", help="Don't take the syncer's role where nobody holds it.")
     ] = False,
     logger: LoggerOption = "",
-    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Run one island of a run, here; its status goes to stdout as JSON lines. Under torchrun all ranks together are the island.
 
     Example: atoll island --store s3://bucket/atoll --run first --island 2
     """
-    _guard_parent(parent_pid)
     from trainer.roles import run_island
 
     run_island(opened(store), run, island, emit=_print_json, hosts_syncer=not no_syncer, logger=logger)
@@ -263,13 +260,11 @@ def syncer(
     run: Annotated[str, typer.Option("--run", help="Name of the run.")],
     store: StoreOption = DEFAULT_STORE,
     logger: LoggerOption = "",
-    parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Stand by for the syncer's role of a run, and hold it whenever it's free; its status goes to stdout as JSON lines.
 
     Example: atoll syncer --store s3://bucket/atoll --run first
     """
-    _guard_parent(parent_pid)
     from trainer.roles import run_syncer
 
     run_syncer(opened(store), run, emit=_print_json, logger=logger)
@@ -367,7 +362,7 @@ def launch_run(store: Store, run_name: str, *, logger: str = "") -> None:
     """Starts all roles of a run here and shows them until the run is over."""
     from manifests.catalog import Catalog
     from tools.live import LiveView
-    from trainer.launch import launch
+    from trainer.launch import launch, warm_up
     from trainer.run import load_run
     from trainer.tape import prepare_run
 
@@ -375,16 +370,10 @@ def launch_run(store: Store, run_name: str, *, logger: str = "") -> None:
     if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
         STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
         return
+    warm_up(run.config.num_islands, also=["tools.cli"])
     prepare_run(run)
     with LiveView(run.config) as on_status:
-        launch(run, command=[sys.executable, "-m", "tools.cli"], on_status=on_status, logger=logger)
-
-
-def _guard_parent(parent_pid: int | None) -> None:
-    if parent_pid is not None:
-        from trainer.launch import exit_with_parent
-
-        exit_with_parent(parent_pid)
+        launch(run, on_status=on_status, logger=logger)
 
 
 def _print_json(status: dict[str, Any]) -> None:
