@@ -38,17 +38,13 @@ TRAIN = (
 
 
 def preload() -> None:
-    """Has everything imported that `forked` commands need; before the first of them. Also what test_kills needs: a worker has one such process."""
+    """Has everything imported that commands need; before the first of them. Also what test_kills needs: a worker has one such process."""
     forks.preload("tests.kill_jobs", "tests.store_content", "tests.faults", "tests.main_job", "trainer.plan")
 
 
-def atoll(*arguments: str, store: str, forked: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a process of its own: forked from one that has all imports done, or else from nothing, as a user's shell does."""
+def atoll(*arguments: str, store: str) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a process of its own that is forked from one that has all imports done."""
     command = [*arguments, "--store", store]
-    if not forked:
-        return subprocess.run(
-            [sys.executable, "-m", "tools.cli", *command], capture_output=True, text=True, cwd=ROOT, timeout=170
-        )
     with tempfile.TemporaryDirectory() as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         code = forks.call(_run_here, command, str(out), str(err), environment=dict(os.environ))
@@ -72,16 +68,16 @@ def _run_here(command: list[str], out: str, err: str) -> int:
 
 
 def start(*arguments: str, store: str) -> subprocess.Popen[str]:
-    """Starts a command in a process group of its own."""
+    """Starts a command in a process group of its own, from nothing, as a user's shell does."""
     return subprocess.Popen(
         [sys.executable, "-m", "tools.cli", *arguments, "--store", store],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True,
     )  # fmt: skip
 
 
-def succeed(*arguments: str, store: str, forked: bool = True) -> str:
+def succeed(*arguments: str, store: str) -> str:
     """Runs a command that must succeed; returns its stdout."""
-    done = atoll(*arguments, store=store, forked=forked)
+    done = atoll(*arguments, store=store)
     assert done.returncode == 0, f"atoll {' '.join(arguments)}: {done.stderr}"
     assert "Traceback" not in done.stderr
     return done.stdout
@@ -99,7 +95,7 @@ def model_option(folder: Path) -> list[str]:
     return ["--model", str(path)]
 
 
-def prepare(folder: Path, store: str, *, forked: bool = True) -> None:
+def prepare(folder: Path, store: str) -> None:
     """From text to shards, by the public commands."""
     export_stdlib_code(folder / "code.parquet", num_documents=150, seed=0)
     make_synthetic(folder / "code.parquet", folder / "finephrase", num_per_kind=30, seed=0)
@@ -113,7 +109,7 @@ def prepare(folder: Path, store: str, *, forked: bool = True) -> None:
         ("tier",),
         ("shard", "--shard-bytes", "20000"),
     ):  # fmt: skip
-        succeed(*command, store=store, forked=forked)
+        succeed(*command, store=store)
 
 
 def stop_group(process: subprocess.Popen[str], signal_: signal.Signals) -> None:

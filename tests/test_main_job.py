@@ -39,7 +39,7 @@ def _preloaded() -> None:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a store that is ready to train on; not to be changed."""
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder, str(folder / "store"), forked=False)
+    prepare(folder, str(folder / "store"))
     return folder
 
 
@@ -48,7 +48,7 @@ def trained(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of that folder's store with the run r, which is finished; not to be changed."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(prepared / "store", folder / "store")
-    succeed("train", "--run", "r", *TRAIN, *model_option(folder), store=str(folder / "store"), forked=False)
+    succeed("train", "--run", "r", *TRAIN, *model_option(folder), store=str(folder / "store"))
     return folder
 
 

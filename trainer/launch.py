@@ -208,8 +208,9 @@ def _live(status: Connection, task: _Task) -> None:
         os.dup2(log.fileno(), 2)
     import torch
 
-    from trainer.roles import run_island, run_syncer
+    from trainer.roles import leave_on_sigterm, run_island, run_syncer
 
+    leave_on_sigterm()
     torch.set_num_threads(task.num_threads)
     turn = threading.Lock()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable
 
@@ -62,6 +64,11 @@ def run_syncer(store: Store, run_name: str, *, emit: Emit, logger: str = "") -> 
     """
     run = load_run(store, run_name)
     return Steward(run, emit=emit, name="syncer", metrics_of=_syncer_metrics(run, logger)).serve()
+
+
+def leave_on_sigterm() -> None:
+    """Has a SIGTERM end this process as an exit does, not as a death: the syncer's role is given back, and nobody waits for its lease to lapse."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 class _Host(threading.Thread):

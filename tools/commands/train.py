@@ -250,8 +250,9 @@ def island(
 
     Example: atoll island --store s3://bucket/atoll --run first --island 2
     """
-    from trainer.roles import run_island
+    from trainer.roles import leave_on_sigterm, run_island
 
+    leave_on_sigterm()
     run_island(opened(store), run, island, emit=_print_json, hosts_syncer=not no_syncer, logger=logger)
 
 
@@ -265,8 +266,9 @@ def syncer(
 
     Example: atoll syncer --store s3://bucket/atoll --run first
     """
-    from trainer.roles import run_syncer
+    from trainer.roles import leave_on_sigterm, run_syncer
 
+    leave_on_sigterm()
     run_syncer(opened(store), run, emit=_print_json, logger=logger)
 
 
@@ -370,7 +372,7 @@ def launch_run(store: Store, run_name: str, *, logger: str = "") -> None:
     if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
         STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
         return
-    warm_up(run.config.num_islands, also=["tools.cli"])
+    warm_up(run.config.num_islands, also=["tools.app", "tools.commands.train"])
     prepare_run(run)
     with LiveView(run.config) as on_status:
         launch(run, on_status=on_status, logger=logger)
