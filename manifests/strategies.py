@@ -60,6 +60,8 @@ def strategy_row(
     """
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
         raise UserError(f"strategy {name!r}: use letters, digits, dot, dash and underscore, at most 100")
+    if name == "auto":
+        raise UserError("strategy auto: that name leaves an island's strategy to the rules; take another")
     columns: dict[str, float | None] = {f"weight_{tier.lower()}": None for tier in TIERS}
     if weights is not None:
         if set(weights) - set(TIERS):

@@ -55,6 +55,11 @@ class LiveView:
         else:
             self._merge = status.get("merge", self._merge)
             self._holdout_loss = status.get("holdout_loss", self._holdout_loss)
+            if status["state"] == "switched":
+                STDERR.print(
+                    f"island {status['of']}: {status['after']} in place of {status['before']}: {status['why']}",
+                    markup=False,
+                )
             if status["state"] == "died":
                 STDERR.print(f"syncer: {status['how']}; it is started again")
         if self._live:

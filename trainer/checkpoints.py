@@ -8,7 +8,9 @@ to the bit on a CPU, so that what it had sent is neither lost nor sent twice.
 
 from __future__ import annotations
 
+import copy
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +25,7 @@ from manifests.tables import append, read
 from trainer.drift import Drift, Sent
 from trainer.engine import Engine
 from trainer.feedback import TierLoss
+from trainer.quantise import Tensors
 from trainer.run import Run
 from trainer.tape import Anatomy
 from trainer.wire import CorruptObject, object_hash, pack, unpack
@@ -95,14 +98,37 @@ def checkpoint_id(*parts: object) -> bytes:
     return xxhash.xxh3_128_digest("/".join(str(part) for part in parts).encode())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """A checkpoint's object: all that an island is."""
+    """A checkpoint's object: all that an island is. Its bytes are made when somebody first asks for them: not in the thread that trains."""
 
-    path: str
-    data: bytes
-    replaces: str | None
-    """Object that it makes superfluous."""
+    def __init__(self, *, path: str, tensors: Tensors, description: Mapping[str, Any], replaces: str | None) -> None:
+        """
+        Args:
+            path: where it's to lie.
+            tensors: nobody changes them any more.
+            description: what is known of them, likewise.
+            replaces: object that it makes superfluous.
+        """
+        self.path, self.replaces = path, replaces
+        self._content: tuple[Tensors, Mapping[str, Any]] | None = (tensors, description)
+        self._data = b""
+        self._hash = ""
+        self._lock = threading.Lock()
+
+    @property
+    def data(self) -> bytes:
+        """The object's bytes."""
+        with self._lock:
+            if self._content is not None:
+                self._data = pack(*self._content)
+                self._hash = object_hash(self._data)
+                self._content = None
+            return self._data
+
+    def to_columns(self) -> dict[str, Any]:
+        """What a row of `checkpoints` says of it."""
+        size = len(self.data)
+        return {"object": self.path, "hash": self._hash, "size_bytes": size}
 
 
 def pack_island(
@@ -115,7 +141,7 @@ def pack_island(
     progress: Progress,
     replaces: str | None,
 ) -> Whole:
-    """All that an island is, as one object: parameters, moments, random state, counters, and how it stands to the global fragments."""
+    """All that an island is now, as one object: parameters, moments, random state, counters, and how it stands to the global fragments."""
     tensors, steps = engine.state()
     standing = []
     for number, drift in sorted(drifts.items()):
@@ -147,7 +173,7 @@ def pack_island(
         "optimizer_steps": steps,
     }
     path = f"{run.island_folder(island)}/checkpoint-{progress.round:06d}-{incarnation:03d}.safetensors"
-    return Whole(path=path, data=pack(tensors, description), replaces=replaces)
+    return Whole(path=path, tensors=tensors, description=copy.deepcopy(description), replaces=replaces)
 
 
 def _lasting(said: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,13 +227,13 @@ def checkpoint_row(
     clock: list[int],
     progress: Progress,
     inputs: Inputs,
-    whole: Whole | None,
+    is_whole: bool,
     stream_state: str,
     mixture: Mixture,
     loss: float,
     holdout_loss: float | None,
 ) -> dict[str, Any]:
-    """A row of `checkpoints` for the end of an island's round."""
+    """A row of `checkpoints` for the end of an island's round; what it says of its whole object is still to be filled in."""
     return {
         "checkpoint": identity,
         "run": run.name,
@@ -220,12 +246,12 @@ def checkpoint_row(
         "clock": clock,
         "parent": parent,
         "merged": [],
-        "object": whole.path if whole else "",
-        "hash": object_hash(whole.data) if whole else "",
-        "size_bytes": len(whole.data) if whole else 0,
+        "object": "",
+        "hash": "",
+        "size_bytes": 0,
         "stream": stream_state,
         "mixture": mixture.to_json(),
-        "anchor": whole is not None and is_anchor(run, progress.round),
+        "anchor": is_whole and is_anchor(run, progress.round),
         "loss": loss,
         "holdout_loss": holdout_loss,
         "inputs": inputs.to_json(),

@@ -120,6 +120,8 @@ class RunConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
+    min_diversity: float = 0.0
+    """Least mean Jensen-Shannon divergence of the islands' mixes, nats: adaptive ones that come too near to the others' are held apart. 0: none."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
     holdout_sequences: int = 64
@@ -195,6 +197,7 @@ class RunConfig:
             "gate_norm",
             "gate_holdout",
             "feedback_bytes",
+            "min_diversity",
         ):
             if not getattr(self, name) >= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be 0 or more")
@@ -239,7 +242,8 @@ class RunConfig:
 
     def strategy_of(self, island: int) -> str:
         """The strategy that an island starts with."""
-        return self.strategies[island % len(self.strategies)]
+        asked = self.strategies[island % len(self.strategies)]
+        return "balanced" if asked == "auto" else asked
 
     def to_json(self) -> str:
         """As the `runs` table keeps it."""

@@ -128,6 +128,6 @@ def relative_distance(drifts: Mapping[int, Drift], parameters: Mapping[str, torc
     apart = whole = 0.0
     for drift in drifts.values():
         for name, value in drift.received.items():
-            apart += float(torch.sum((parameters[name] - value).double() ** 2))
-            whole += float(torch.sum(value.double() ** 2))
+            apart += float(torch.linalg.vector_norm(parameters[name] - value)) ** 2
+            whole += float(torch.linalg.vector_norm(value)) ** 2
     return (apart / whole) ** 0.5 if whole > 0 else 0.0

@@ -109,6 +109,21 @@ class Feedback:
         }
 
     @staticmethod
+    def from_row(row: Mapping[str, Any]) -> Feedback:
+        """What `to_row` gave, out of a row of the table; of what must stand there 0 and NaN are unknown."""
+
+        def known(name: str) -> float | None:
+            value = row[name]
+            return None if value is None or math.isnan(value) or value == _WHERE_UNKNOWN.get(name) else value
+
+        names = set(_SCALES) - set(_BY_TIER) - set(map(_error, _BY_TIER))
+        return Feedback(
+            effectiveness={tier: known(name) for name, tier in zip(_BY_TIER, TIERS, strict=True)},
+            effectiveness_error={tier: known(_error(name)) for name, tier in zip(_BY_TIER, TIERS, strict=True)},
+            **{name: known(name) for name in names},
+        )
+
+    @staticmethod
     def from_levels(levels: Levels) -> Feedback:
         """What a reader takes a message's state for."""
         values = {scale.name: scale.value(level) for scale, level in zip(SCALES, levels, strict=True)}

@@ -407,7 +407,7 @@ class Island:
             clock=[drift.version for _, drift in sorted(self.drifts.items())],
             progress=progress,
             inputs=Inputs(receipts=self._receipts, sent=sent),
-            whole=whole,
+            is_whole=whole is not None,
             stream_state=self.feed.state(),
             mixture=self.mixture,
             loss=loss,
@@ -416,7 +416,7 @@ class Island:
         spans = self._spans.take(
             run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=identity
         )
-        self._keeper.record(Round(row=row, spans=spans, sending=sending))
+        self._keeper.record(Round(row=row, spans=spans, sending=sending, whole=whole))
         if whole is not None:
             self._bulk.add(lambda: self._store_whole(whole))
             self._replaceable = whole.path if not row["anchor"] else None

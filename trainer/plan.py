@@ -8,6 +8,7 @@ from manifests.catalog import Catalog
 from manifests.editions import current_edition
 from manifests.errors import UserError
 from manifests.store import Store
+from trainer.assignment import AUTO
 from trainer.config import RunConfig
 from trainer.feed import check_groups
 from trainer.strategies import known_strategies
@@ -44,7 +45,7 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     if config.group_by:
         check_groups(store, catalog, config)
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
-    unknown = sorted(set(config.strategies) - known)
+    unknown = sorted(set(config.strategies) - known - {AUTO})
     if unknown:
         raise UserError(f"strategy {', '.join(unknown)} is not known; {known_strategies(catalog)}")
     return config

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from manifests.consumption import append_consumption
-from trainer.checkpoints import commit_rounds
+from trainer.checkpoints import Whole, commit_rounds
 from trainer.drift import Sent
 from trainer.run import Run
 from trainer.tape import Shapes
@@ -39,6 +39,7 @@ class Round:
     row: dict[str, Any]
     spans: pa.Table
     sending: Sending | None
+    whole: Whole | None
 
 
 Errand = Callable[[], object]
@@ -159,7 +160,8 @@ class RecordKeeper:
     def _commit(self, rounds: list[Round]) -> None:
         spans = pa.concat_tables([one.spans for one in rounds])
         append_consumption(self._run.store, spans, writer=self._writer, sequence=rounds[-1].row["round"])
-        commit_rounds(self._run, self._island, [one.row for one in rounds])
+        rows = [one.row | (one.whole.to_columns() if one.whole is not None else {}) for one in rounds]
+        commit_rounds(self._run, self._island, rows)
         for one in rounds:
             if one.sending is not None:
                 self._put(one.sending)

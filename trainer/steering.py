@@ -11,15 +11,13 @@ from functools import partial
 
 from manifests.catalog import Catalog
 from manifests.errors import UserError
-from manifests.schemas import TIERS
 from manifests.tables import append, open_table
 from trainer.checkpoints import round_of_message
+from trainer.choice import TABLES_WEIGHED, Switch, choose_mix
 from trainer.errands import Inline, Lane
 from trainer.feedback import Feedback
 from trainer.messages import Key, Levels
-from trainer.rights import island_rights
 from trainer.run import Run
-from trainer.strategies import TABLES_READ, decide
 from trainer.talk import GivenMix, Talk
 
 
@@ -41,6 +39,8 @@ class Steering:
         self._put: dict[int, int] = {}
         self.troubles: list[tuple[int, str]] = []
         """Islands whose mix could not be decided, and why; whoever reads it empties it."""
+        self.switches: list[tuple[int, Switch]] = []
+        """Islands that go over to another strategy; likewise."""
         self._lane.add(partial(self._put_all, talk))
 
     def hear(self, talk: Talk, tier_versions: Mapping[int, int]) -> None:
@@ -83,53 +83,19 @@ class Steering:
             self._put_rows(island, states)
         if not told or self._run.config.group_by:
             return
-        catalog = Catalog(self._run.store, tables=(*TABLES_READ, "mixtures", "runs", "policies"))
+        catalog = Catalog(self._run.store, tables=TABLES_WEIGHED)
         for island, states in told.items():
             with self._lock:
-                given = self._decided.get(island, talk.mixes.get(island))
+                coming = dict(talk.mixes) | self._decided
             try:
-                mix = self._decide(catalog, island, max(states), tier_versions[island], given)
+                mix, switch = choose_mix(self._run, catalog, island, max(states), tier_versions[island], coming)
             except UserError as e:
                 self.troubles.append((island, str(e)))
                 continue
+            if switch is not None:
+                self.switches.append((island, switch))
             with self._lock:
                 self._decided[island] = mix
-
-    def _decide(self, catalog: Catalog, island: int, key: Key, tier_version: int, given: GivenMix | None) -> GivenMix:
-        config = self._run.config
-        rights = island_rights(config, catalog, island).both
-        strategy = config.strategy_of(island)
-        if given is not None and given.tier_version == tier_version:
-            previous: Mapping[str, float] | None = given.weights
-        else:
-            previous = self._recorded_weights(catalog, island, tier_version)
-        decision = decide(
-            catalog if rights.everything else Catalog(self._run.store, tables=TABLES_READ, rights=rights),
-            run=self._run.name,
-            island=island,
-            strategy=strategy,
-            tier_version=tier_version,
-            pool=config.pool,
-            sequence=key[1],
-            previous=previous,
-        )
-        return GivenMix(
-            key=key,
-            strategy=strategy,
-            tier_version=tier_version,
-            weights=decision.weights,
-            parameters=decision.parameters,
-            inputs=decision.inputs,
-            reason=f"feedback {key[1]}, up to round {round_of_message(self._run, key[1])}",
-        )
-
-    def _recorded_weights(self, catalog: Catalog, island: int, tier_version: int) -> dict[str, float] | None:
-        """What the island has said last that it mixes by."""
-        sql = (
-            "SELECT * FROM mixtures WHERE run = ? AND island = ? AND tier_version = ? ORDER BY written_at DESC LIMIT 1"
-        )
-        rows = catalog.rows(sql, [self._run.name, island, tier_version])
-        return {tier: rows[0][f"weight_{tier.lower()}"] for tier in TIERS} if rows else None
 
     def _put_all(self, talk: Talk) -> None:
         """What a dead syncer has heard."""

@@ -187,6 +187,10 @@ class Syncer:
         while self._steering.troubles:
             island, why = self._steering.troubles.pop(0)
             self._say("mix_stays", island=island, detail={"why": why})
+        while self._steering.switches:
+            island, switch = self._steering.switches.pop(0)
+            self._say("strategy_switched", island=island, detail=asdict(switch))
+            self.emit({"state": "switched", "of": island, **asdict(switch)})
         # The order matters: what an island sent before it finished is seen by the look after.
         everyone = self._look_for_members()
         self._look_for_gradients()

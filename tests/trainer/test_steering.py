@@ -13,7 +13,8 @@ from manifests.store import Store
 from manifests.tables import append, create_store
 from tiny import fabricate, messages_of, silent, start_run, tape_of
 from tools.bench.turns import train_in_turn
-from trainer.feedback import SCALES, Feedback
+from trainer.diversity import diversity
+from trainer.feedback import SCALES, Feedback, TierLoss
 from trainer.island import Island
 from trainer.messages import Teller, to_text
 from trainer.run import Run
@@ -149,3 +150,64 @@ def test_a_strategy_that_leaves_nothing_to_read_keeps_the_mix_and_is_told(tiny_s
     assert dict(island.mixture.weights) == {"S": 1.0, "A": 0.0, "B": 0.0, "C": 0.0}
     told = _rows(run, "SELECT detail FROM events WHERE run = ? AND kind = 'mix_stays'")
     assert "leaves no tier" in told[0]["detail"]
+
+
+def test_an_island_whose_strategy_is_left_to_the_rules_switches_as_they_say(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"strategies": ("auto",)})
+    islands = [Island(run, number, emit=silent, in_background=False) for number in range(2)]
+    assert [island.mixture.strategy for island in islands] == ["balanced", "balanced"]
+    syncer = Syncer(run, emit=silent, in_background=False)
+    for _ in range(run.config.num_rounds):
+        for island, step_time_s in zip(islands, (0.1, 1.0), strict=True):
+            island.train_round()
+            island._step_times = [step_time_s]
+        for island in islands:
+            island.receive_now()
+        syncer.sweep()
+    assert [island.mixture.strategy for island in islands] == ["aggressive", "conservative"]
+    events = _rows(
+        run, "SELECT island, detail FROM events WHERE run = ? AND kind = 'strategy_switched' ORDER BY island"
+    )
+    assert [event["island"] for event in events] == [0, 1]
+    assert "fast" in events[0]["detail"]
+    mixes = _rows(run, "SELECT * FROM mixtures WHERE run = ? AND island = 0 ORDER BY written_at")
+    assert mixes[-1]["reason"].startswith("aggressive in place of balanced: a step takes 0.1")
+    assert mixes[-1]["weight_c"] == 0
+
+
+def test_adaptive_mixes_that_are_too_much_alike_are_held_apart(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"min_diversity": 0.02})
+    syncer = train_in_turn(run)
+    first, second = (syncer.state.talk.mixes[island] for island in range(2))
+    assert diversity([first.weights, second.weights]) >= 0.0199
+    assert "towards aggressive" in first.reason or "towards conservative" in second.reason
+    moved = [json.loads(mix.parameters)["kept_diverse"] for mix in (first, second) if "towards" in mix.reason]
+    assert moved
+    for told in moved:
+        assert told["minimum"] == 0.02
+        assert sum(told["mix"].values()) == pytest.approx(1)
+
+
+def test_an_adaptive_island_whose_loss_rises_is_held_still_and_that_is_announced(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"num_islands": 1, "steps": 24})
+    told: list[dict[str, Any]] = []
+    island = Island(run, 0, emit=silent, in_background=False)
+    syncer = Syncer(run, emit=told.append, in_background=False)
+    read = []
+    for round_ in range(1, run.config.num_rounds + 1):
+        if 4 <= round_ <= 10:
+            # Every tier's loss in the cycle before is taken for far lower than it was.
+            island.progress.tier_losses = {tier: TierLoss(mean=0.1, error=0.01) for tier in TIERS}
+        island.train_round()
+        island.receive_now()
+        syncer.sweep()
+        read.append(island.mixture.strategy)
+    assert read[0] == "adaptive"
+    assert "balanced" in read
+    assert read[-1] == "adaptive"  # it has had its rest
+    switched = [(status["before"], status["after"]) for status in told if status["state"] == "switched"]
+    assert switched == [("adaptive", "balanced"), ("balanced", "adaptive")]
+    (event, _) = _rows(
+        run, "SELECT detail FROM events WHERE run = ? AND kind = 'strategy_switched' ORDER BY written_at"
+    )
+    assert "risen 3 cycles running" in event["detail"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated
 
+import pyarrow as pa
 import typer
 
 from manifests.errors import UserError
+from manifests.schemas import TIERS
 from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
 from tools.output import STDERR, Format, print_answer
 
@@ -101,6 +103,48 @@ def strategies(
     """
     if context.invoked_subcommand is None:
         print_answer(catalog_of(store).query("SELECT * FROM strategies ORDER BY strategy"), format_)
+
+
+@strategies_app.command("explain")
+def explain(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")],
+    store: StoreOption = DEFAULT_STORE,
+    format_: FormatOption = Format.table,
+) -> None:
+    """Show what each island reads by and why, and what the rules of `--strategies auto` would say.
+
+    Example: atoll strategies explain main
+    """
+    from trainer.assignment import RULES, assign, trouble
+    from trainer.choice import newest_mixes, read_histories
+    from trainer.run import load_run
+
+    catalog = catalog_of(store)
+    config = load_run(opened(store), run, catalog=catalog).config
+    if config.group_by:
+        raise UserError(f"run {run} mixes by {config.group_by}: its islands have the weights that it was given")
+    mixes, histories = newest_mixes(catalog, run), read_histories(catalog, run)
+    if not mixes:
+        raise UserError(f"run {run} has no island yet; `atoll train --run {run}` starts them")
+    rows = []
+    for island, mix in sorted(mixes.items()):
+        said = assign(island, histories)
+        history = histories.get(island, [])
+        rows.append(
+            {
+                "island": island,
+                "reads": mix.strategy,
+                "mix": "/".join(f"{mix.weights[tier]:.2f}".removeprefix("0") for tier in TIERS),
+                "since_round": mix.round,
+                "because": mix.reason,
+                "step_time_s": history[-1].step_time_s if history else None,
+                "rules_say": said.strategy,
+                "rule": said.why,
+                "held_still": trouble(history) or "",
+            }
+        )
+    STDERR.print(RULES, markup=False)
+    print_answer(pa.Table.from_pylist(rows), format_)
 
 
 @strategies_app.command("set")

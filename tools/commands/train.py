@@ -44,7 +44,8 @@ def train(
     strategies: Annotated[
         str,
         typer.Option(
-            help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform.",
+            help="Strategy of each island, taken in turn: aggressive, balanced, conservative, adaptive, uniform, one of your own; "
+            "or auto, by the speed and the link that it's measured to have (`atoll strategies explain`).",
             rich_help_panel=_MIX,
         ),
     ] = "aggressive,balanced,conservative,adaptive",
@@ -121,6 +122,13 @@ def train(
         typer.Option(
             help="Keep an outer gradient out that raises the holdout loss of the merge by more; 0: not measured.",
             rich_help_panel=_DILOCO,
+        ),
+    ] = 0.0,
+    min_diversity: Annotated[
+        float,
+        typer.Option(
+            help="Least mean Jensen-Shannon divergence (nats) of the islands' mixes: adaptive ones are held apart; 0: none.",
+            rich_help_panel=_MIX,
         ),
     ] = 0.0,
     feedback_bytes: Annotated[
@@ -218,6 +226,7 @@ def train(
         outer_lr=outer_lr,
         outer_momentum=outer_momentum,
         gate_holdout=gate_holdout,
+        min_diversity=min_diversity,
         feedback_bytes=feedback_bytes,
         checkpoint_cycles=checkpoint_cycles,
         model=model_of(model) or {},
