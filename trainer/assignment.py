@@ -5,6 +5,7 @@ RULES says the assignment in words, for users too.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,10 +112,14 @@ def _trouble_at(history: History) -> str | None:
 
 def _sign(told: Feedback) -> int:
     """Whether the loss has certainly risen (1) or fallen (−1) since the message before; 0: nobody knows."""
-    errors = [told.effectiveness_error[tier] for tier in TIERS if told.effectiveness[tier] is not None]
-    known = [error for error in errors if error is not None]
-    if told.loss_trend is None or not known:
+    known = [
+        (descent, error)
+        for tier in TIERS
+        if (descent := told.effectiveness[tier]) is not None and (error := told.effectiveness_error[tier])
+    ]
+    if not known:
         return 0
-    # The trend is the mean over the tiers; their errors are independent.
-    error = sum(error**2 for error in known) ** 0.5 / len(known)
-    return 0 if abs(told.loss_trend) < CERTAIN * error else 1 if told.loss_trend > 0 else -1
+    # The tiers' descents, each by its precision: one of few sequences says little.
+    precision = math.fsum(error**-2 for _, error in known)
+    in_errors = math.fsum(descent * error**-2 for descent, error in known) / math.sqrt(precision)
+    return 0 if abs(in_errors) < CERTAIN else -1 if in_errors > 0 else 1

@@ -155,7 +155,11 @@ def _strategy(run: Run, catalog: Catalog, island: int, before: str) -> tuple[str
 
 
 def _kept_diverse(
-    catalog: Catalog, island: int, weights: Mapping[str, float], others: Mapping[int, Mapping[str, float]], minimum: float
+    catalog: Catalog,
+    island: int,
+    weights: Mapping[str, float],
+    others: Mapping[int, Mapping[str, float]],
+    minimum: float,
 ) -> tuple[Mapping[str, float], dict[str, Any]]:
     """The mix, held apart from the others', and what that was worked out from; nothing where it stays."""
     name = _ANCHORS[island % len(_ANCHORS)]

@@ -64,8 +64,14 @@ def test_an_island_switches_when_the_rules_say_so_twice_running() -> None:
     assert reassign(0, "aggressive", {0: [usual, fast, fast], **others}) is None
 
 
-# Four tiers of error 0.02: that of their mean is 0.01, so that a trend counts from 0.02 on.
-UP, DOWN, FLAT = _told(loss_trend=0.021), _told(loss_trend=-0.021), _told(loss_trend=0.019)
+def _fell(by: float) -> Feedback:
+    return _told(effectiveness=dict.fromkeys(TIERS, by))
+
+
+# Four tiers of error 0.02: that of their mean is 0.01, so that a change counts from 0.02 on.
+UP, DOWN, FLAT = _fell(-0.021), _fell(0.021), _fell(-0.019)
+# A tier of a few sequences says nothing, whatever it is.
+NOISY_UP = _told(effectiveness={"S": -0.03, "A": -0.03, "B": 4.0, "C": None}, effectiveness_error={"S": 0.02, "A": 0.02, "B": 9.0, "C": None})  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -78,8 +84,12 @@ UP, DOWN, FLAT = _told(loss_trend=0.021), _told(loss_trend=-0.021), _told(loss_t
         ([UP, DOWN] * (TURNS // 2 - 1) + [UP], None),
         ([DOWN] * HISTORY, None),
         ([FLAT] * HISTORY, None),
-        ([_told(loss_trend=None)] * HISTORY, None),
-        ([_told(loss_trend=9.0, effectiveness_error=dict.fromkeys(TIERS, None))] * HISTORY, None),
+        ([NOISY_UP] * RISES, "risen 3 cycles running"),
+        ([_told(effectiveness=dict.fromkeys(TIERS, None))] * HISTORY, None),
+        (
+            [_told(effectiveness=dict.fromkeys(TIERS, -9.0), effectiveness_error=dict.fromkeys(TIERS, None))] * HISTORY,
+            None,
+        ),
         ([UP] * RISES + [DOWN] * (REST - 1), "risen 3 cycles running"),
         ([UP] * RISES + [DOWN] * REST, None),
         ([], None),

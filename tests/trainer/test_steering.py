@@ -160,7 +160,7 @@ def test_an_island_whose_strategy_is_left_to_the_rules_switches_as_they_say(tiny
     for _ in range(run.config.num_rounds):
         for island, step_time_s in zip(islands, (0.1, 1.0), strict=True):
             island.train_round()
-            island._step_times = [step_time_s]
+            island._step_times = [step_time_s] * 100
         for island in islands:
             island.receive_now()
         syncer.sweep()
@@ -171,21 +171,22 @@ def test_an_island_whose_strategy_is_left_to_the_rules_switches_as_they_say(tiny
     assert [event["island"] for event in events] == [0, 1]
     assert "fast" in events[0]["detail"]
     mixes = _rows(run, "SELECT * FROM mixtures WHERE run = ? AND island = 0 ORDER BY written_at")
-    assert mixes[-1]["reason"].startswith("aggressive in place of balanced: a step takes 0.1")
+    assert mixes[-1]["reason"].startswith("aggressive in place of balanced: a step takes 0.1 s")
     assert mixes[-1]["weight_c"] == 0
 
 
 def test_adaptive_mixes_that_are_too_much_alike_are_held_apart(tiny_store: Store) -> None:
-    run = start_run(tiny_store, "r", **ADAPTIVE | {"min_diversity": 0.02})
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"min_diversity": 0.05})
     syncer = train_in_turn(run)
     first, second = (syncer.state.talk.mixes[island] for island in range(2))
-    assert diversity([first.weights, second.weights]) >= 0.0199
-    assert "towards aggressive" in first.reason or "towards conservative" in second.reason
-    moved = [json.loads(mix.parameters)["kept_diverse"] for mix in (first, second) if "towards" in mix.reason]
-    assert moved
-    for told in moved:
-        assert told["minimum"] == 0.02
-        assert sum(told["mix"].values()) == pytest.approx(1)
+    assert diversity([first.weights, second.weights]) >= 0.0499
+    rows = _rows(run, "SELECT island, parameters FROM mixtures WHERE run = ? AND reason LIKE '%too much alike'")
+    told = [(row["island"], json.loads(row["parameters"])["kept_diverse"]) for row in rows]
+    assert told
+    for island, moved in told:
+        assert moved["anchor"] == ("aggressive", "conservative")[island]
+        assert moved["minimum"] == 0.05
+        assert diversity([moved["mix"], *moved["others"].values()]) < 0.05
 
 
 def test_an_adaptive_island_whose_loss_rises_is_held_still_and_that_is_announced(tiny_store: Store) -> None:
