@@ -296,12 +296,12 @@ def test_a_new_syncer_records_the_merge_that_a_dead_one_made(
     with monkeypatch.context() as patch:
         patch.setattr(Syncer, "_append_merge", die)
         with pytest.raises(Killed):
-            Syncer(run, emit=silent).serve()
+            Syncer(run, emit=silent, in_background=False).serve()
     assert _events(run, "merge") == []
     assert len(tape_of(run)) == 1
     Syncer(run, emit=silent, in_background=False)
     assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [(0, 1, 1)]
-    Syncer(run, emit=silent).serve()
+    Syncer(run, emit=silent, in_background=False).serve()
     assert [(e["fragment"], e["version"], e["detail"]["merge"]) for e in _events(run, "merge")] == [
         (0, 1, 1),
         (1, 1, 2),
