@@ -124,6 +124,12 @@ class RunConfig:
     """Least mean Jensen-Shannon divergence of the islands' mixes, nats: adaptive ones that come too near to the others' are held apart. 0: none."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
+    feedback_epsilon: float = 0.0
+    """Differential privacy of feedback: what all of an island's messages together may cost (ε), for one sequence of every outer cycle (privacy.py). 0: none."""
+    feedback_delta: float = 1e-5
+    """… and its δ."""
+    feedback_clip: float = 1.0
+    """… for which a sequence's loss counts up to so far from what is known of its tier, nats per token."""
     holdout_sequences: int = 64
     """Sequences of the holdout that a loss is measured on."""
     policy: str = ""
@@ -197,6 +203,7 @@ class RunConfig:
             "gate_norm",
             "gate_holdout",
             "feedback_bytes",
+            "feedback_epsilon",
             "min_diversity",
         ):
             if not getattr(self, name) >= 0:
@@ -204,7 +211,11 @@ class RunConfig:
         for name, low, high in (("grace", 0, 1), ("keep", 0, 1), ("gate_cosine", -1, 1)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
-        for name in ("max_distance", "lease_s"):
+        if self.feedback_epsilon == math.inf:
+            raise UserError("feedback_epsilon is inf; 0 is feedback without noise")
+        if not 0 < self.feedback_delta < 1:
+            raise UserError(f"feedback_delta is {self.feedback_delta}; it must lie between 0 and 1, both excluded")
+        for name in ("max_distance", "lease_s", "feedback_clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name, known in _CHOICES.items():
@@ -235,6 +246,11 @@ class RunConfig:
     def num_rounds(self) -> int:
         """Rounds of the whole run."""
         return self.steps // self.round_steps
+
+    @property
+    def num_cycles(self) -> int:
+        """Outer cycles of the whole run, the last may be cut short: so many feedback messages an island has to tell."""
+        return -(-self.num_rounds // self.num_fragments)
 
     def weights_of(self, island: int) -> Mapping[str, float] | None:
         """The share of each group of an island, where the mix isn't one of the tiers."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -45,11 +46,12 @@ from trainer.drift import Drift, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane
 from trainer.feed import Feed, holdout_tokens
-from trainer.feedback import SCALES, Feedback, summarise_cycle
+from trainer.feedback import SCALES, Feedback, summarise_cycle, summarise_told
 from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.messages import Teller, to_text
 from trainer.metrics import Metrics
 from trainer.model import learning_rate
+from trainer.privacy import ToldLoss, feedback_budget, tell_losses
 from trainer.receiver import Follower, Receipt, Receiver
 from trainer.recorder import SpanRecorder
 from trainer.records import RecordKeeper, Round, Sending
@@ -83,7 +85,7 @@ class Island:
             in_background: False: the store is waited for, and looked at once a round; for what must come out the same every time.
 
         Raises:
-            AtollError: the run's data can't be read, or the checkpoint is damaged.
+            AtollError: the run's data can't be read, the checkpoint is damaged, or the run needs what isn't installed.
         """
         self.run = run
         self.island = island
@@ -102,6 +104,8 @@ class Island:
         self._teller = Teller(
             scales=SCALES, island=island, incarnation=self.incarnation, budget_bytes=config.feedback_bytes
         )
+        self._budget = feedback_budget(config)
+        self._told: Mapping[str, ToldLoss] | None = None
         self._untold: deque[tuple[int, Feedback]] = deque(maxlen=_MOST_UNTOLD)
         self._given: GivenMix | None = None
         self._receiver: Receiver | None = None
@@ -274,13 +278,14 @@ class Island:
                 return
             self._spans.take(run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=b"")
             self.progress.round += 1
+            self._told = inputs.told
             self._end_round(sum(losses) / len(losses), again=Mixture.from_json(row["mixture"]))
             if inputs.sent:
                 sending, _ = self._send_due(row["checkpoint"])
                 if sending is not None:
                     self._keeper.send(sending)
             self._parent = row["checkpoint"]
-            self._receipts = []
+            self._receipts, self._told = [], None
             self._complete(row)
 
     def _complete(self, row: dict[str, Any]) -> None:
@@ -303,6 +308,7 @@ class Island:
         progress = self.progress
         progress.round, progress.step = row["round"], row["step"]
         progress.sequence = messages_told(self.run, progress.round)
+        progress.cycle_losses = {tier: [] for tier in TIERS}  # they're told of already, or not whole
         progress.tier_tokens = {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
         self.mixture = Mixture.from_json(row["mixture"])
         self.feed.close()
@@ -406,7 +412,7 @@ class Island:
             parent=self._parent,
             clock=[drift.version for _, drift in sorted(self.drifts.items())],
             progress=progress,
-            inputs=Inputs(receipts=self._receipts, sent=sent),
+            inputs=Inputs(receipts=self._receipts, sent=sent, told=self._told),
             is_whole=whole is not None,
             stream_state=self.feed.state(),
             mixture=self.mixture,
@@ -421,7 +427,7 @@ class Island:
             self._bulk.add(lambda: self._store_whole(whole))
             self._replaceable = whole.path if not row["anchor"] else None
         self._parent = identity
-        self._receipts = []
+        self._receipts, self._told = [], None
         self._note_repeats()
         self._note(
             "round",
@@ -578,19 +584,39 @@ class Island:
         """Makes the feedback message of an outer cycle, which goes out with the next outer gradient."""
         progress = self.progress
         progress.sequence += 1
-        message, progress.tier_losses = summarise_cycle(
-            loss=loss,
-            holdout_loss=measured,
-            losses_by_tier=progress.cycle_losses,
-            previous=progress.tier_losses,
-            step_times_s=self._step_times,
-            upload_bps=self._keeper.take_upload_bps(),
-            latency_s=self._follower.latency_s,
-        )
-        progress.cycle_losses = {tier: [] for tier in TIERS}
+        losses, progress.cycle_losses = progress.cycle_losses, {tier: [] for tier in TIERS}
+        known: dict[str, Any] = {
+            "holdout_loss": measured,
+            "previous": progress.tier_losses,
+            "step_times_s": self._step_times,
+            "upload_bps": self._keeper.take_upload_bps(),
+            "latency_s": self._follower.latency_s,
+        }
         self._step_times = []
+        if self._budget is None:
+            message, progress.tier_losses = summarise_cycle(loss=loss, losses_by_tier=losses, **known)
+        elif progress.sequence <= self._budget.messages:
+            message, progress.tier_losses = summarise_told(self._tell(losses, measured), **known)
+        else:
+            if progress.sequence == self._budget.messages + 1:
+                self._event("feedback_spent", epsilon=self._budget.epsilon, messages=self._budget.messages)
+            return
         self._untold.append((progress.sequence, message))
         self._note("feedback", sequence=progress.sequence, **message.to_row())
+
+    def _tell(self, losses: Mapping[str, list[float]], measured: float) -> Mapping[str, ToldLoss]:
+        """What may be told of a cycle's losses: what is on record of it, else with noise that is drawn now, and recorded before it leaves."""
+        assert self._budget is not None
+        if self._told is None:
+            self._told = tell_losses(
+                losses,
+                centres=self.progress.centres,
+                first_centre=measured if math.isfinite(measured) else math.log(self.run.config.vocab_size),
+                budget=self._budget,
+                gauss=random.SystemRandom().gauss,
+            )
+        self.progress.centres |= {tier: loss.centre for tier, loss in self._told.items()}
+        return self._told
 
     def _move_mix(self) -> None:
         """Takes the newest mix that the island has been given, unless it's of a tier version that the island has left."""

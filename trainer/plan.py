@@ -11,6 +11,7 @@ from manifests.store import Store
 from trainer.assignment import AUTO
 from trainer.config import RunConfig
 from trainer.feed import check_groups
+from trainer.privacy import feedback_budget
 from trainer.strategies import known_strategies
 
 
@@ -19,7 +20,7 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     has.
 
     Raises:
-        UserError: the store has no tiers or no views, or an option is out of range.
+        UserError: the store has no tiers or no views, an option is out of range, or needs what isn't installed.
     """
     catalog = Catalog(store)
     existing = catalog.rows("SELECT config FROM runs WHERE run = ?", [run])
@@ -42,6 +43,7 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
         which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
         raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
     config = RunConfig(run=run, policy=policy, **rows[0], **options)
+    feedback_budget(config)
     if config.group_by:
         check_groups(store, catalog, config)
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
