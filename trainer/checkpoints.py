@@ -49,6 +49,8 @@ class Progress:
     """Training loss by tier in the outer cycle before; what `adaptive` compares with."""
     cycle_losses: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
     """Loss of every sequence of the outer cycle so far, by tier: a cycle may outlive its process."""
+    cycle_contributions: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+    """Likewise, what every sequence has contributed to the descent of the holdout loss, where that is measured (online.py)."""
 
     @property
     def tokens(self) -> int:
@@ -164,6 +166,7 @@ def pack_island(
         "sequence": progress.sequence,
         "tier_losses": {tier: [known.mean, known.error] for tier, known in progress.tier_losses.items()},
         "cycle_losses": progress.cycle_losses,
+        "cycle_contributions": progress.cycle_contributions,
     }
     description = {
         "run": run.name,

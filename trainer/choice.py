@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,20 +11,21 @@ from manifests.catalog import Catalog
 from manifests.jobs import canonical_json
 from manifests.schemas import TIERS
 from manifests.strategies import ADAPTIVE
-from trainer.assignment import AUTO, BALANCED, HISTORY, reassign, trouble
+from trainer.assignment import AUTO, BALANCED, reassign, trouble
 from trainer.checkpoints import round_of_message
 from trainer.diversity import kept_diverse
 from trainer.feedback import Feedback
 from trainer.messages import Key
 from trainer.rights import island_rights
 from trainer.run import Run
-from trainer.strategies import TABLES_READ, decide
+from trainer.strategies import TABLES_READ, decide, is_python
 from trainer.talk import GivenMix
+from trainer.worth import MEMORY, Cycle, Worth, worth_by_regression, worth_by_telling
 
-TABLES_WEIGHED = (*TABLES_READ, "mixtures", "runs", "policies")
+TABLES_WEIGHED = (*TABLES_READ, "checkpoints", "mixtures", "runs", "policies")
 """Tables that a choice is made from."""
-_ANCHORS = ("aggressive", "conservative")
-"""Where mixes that are too much alike are moved to, island by island in turn: towards the best tiers, and towards the rest."""
+_AT_FLOOR = 1.5
+"""A weight of so many floors or less is taken to lie at the floor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +67,7 @@ def read_histories(catalog: Catalog, run: str) -> dict[int, list[Feedback]]:
     """What the islands have told of late, the newest last."""
     sql = (
         "SELECT * FROM feedback WHERE run = ? "
-        f"QUALIFY row_number() OVER (PARTITION BY island ORDER BY sequence DESC) <= {HISTORY} ORDER BY island, sequence"
+        f"QUALIFY row_number() OVER (PARTITION BY island ORDER BY sequence DESC) <= {MEMORY} ORDER BY island, sequence"
     )
     histories: dict[int, list[Feedback]] = {}
     for row in catalog.rows(sql, [run]):
@@ -95,7 +96,8 @@ def choose_mix(
     known: Mapping[int, NewestMix | GivenMix] = {**recorded, **coming}
     present = known.get(island)
     before = present.strategy if present is not None else config.strategy_of(island)
-    after, why = _strategy(run, catalog, island, before)
+    histories = read_histories(catalog, run.name)
+    after, why = _strategy(run, catalog, island, before, histories)
     rights = island_rights(config, catalog, island).both
     decision = decide(
         catalog if rights.everything else Catalog(run.store, tables=TABLES_READ, rights=rights),
@@ -105,7 +107,9 @@ def choose_mix(
         tier_version=tier_version,
         pool=config.pool,
         sequence=key[1],
-        previous=_previous(island, after, tier_version, (coming.get(island), recorded.get(island))),
+        previous=_previous(after, tier_version, (coming.get(island), recorded.get(island))),
+        worth=worth_now(run, catalog, histories),
+        histories=histories,
     )
     reason = f"feedback {key[1]}, up to round {round_of_message(run, key[1])}"
     switch = Switch(before=before, after=after, why=why) if after != before else None
@@ -116,7 +120,7 @@ def choose_mix(
         others = {number: mix.weights for number, mix in known.items() if number != island}
         weights, moved = _kept_diverse(catalog, island, weights, others, config.min_diversity)
         if moved:
-            reason += f"; towards {moved['anchor']}, since the islands' mixes are too much alike"
+            reason += f"; more {moved['anchor']}, since the islands' mixes are too much alike"
             parameters = canonical_json({**json.loads(parameters), "kept_diverse": moved})
     mix = GivenMix(
         key=key,
@@ -131,7 +135,7 @@ def choose_mix(
 
 
 def _previous(
-    island: int, strategy: str, tier_version: int, mixes: tuple[NewestMix | GivenMix | None, ...]
+    strategy: str, tier_version: int, mixes: tuple[NewestMix | GivenMix | None, ...]
 ) -> Mapping[str, float] | None:
     """What the island reads by, or will at its next edge; None: by another strategy, or of another tier version, so that it begins anew."""
     for mix in mixes:
@@ -140,16 +144,32 @@ def _previous(
     return None
 
 
-def _strategy(run: Run, catalog: Catalog, island: int, before: str) -> tuple[str, str]:
+def worth_now(run: Run, catalog: Catalog, histories: Mapping[int, Sequence[Feedback]]) -> Worth | None:
+    """What the tiers are worth by all that the islands have gone through; None: not known yet, so that an island goes by its own message.
+
+    Args:
+        run: the run.
+        catalog: pins `checkpoints`.
+        histories: what `read_histories` gave.
+    """
+    if run.config.online_influence:
+        return worth_by_telling(histories)
+    rows = catalog.ask("cycle_descents", run=run.name).to_pylist()
+    return worth_by_regression([Cycle.from_row(row) for row in rows])
+
+
+def _strategy(
+    run: Run, catalog: Catalog, island: int, before: str, histories: Mapping[int, Sequence[Feedback]]
+) -> tuple[str, str]:
     """What an island is to read by, and why where that's another than it does."""
     asked, why = run.config.strategies[island % len(run.config.strategies)], "it may go on"
-    histories = read_histories(catalog, run.name)
     if asked == AUTO:
         asked, why = before, ""
         if found := reassign(island, before, histories):
             asked, why = found.strategy, found.why
     moves = catalog.rows("SELECT learning_rate > 0 AS moves FROM strategies WHERE strategy = ?", [asked])
-    if moves and moves[0]["moves"] and (found_trouble := trouble(histories.get(island, ()))):
+    moves_itself = is_python(asked) or (moves and moves[0]["moves"])
+    if moves_itself and (found_trouble := trouble(histories.get(island, ()))):
         return BALANCED, found_trouble
     return asked, why
 
@@ -161,18 +181,19 @@ def _kept_diverse(
     others: Mapping[int, Mapping[str, float]],
     minimum: float,
 ) -> tuple[Mapping[str, float], dict[str, Any]]:
-    """The mix, held apart from the others', and what that was worked out from; nothing where it stays."""
-    name = _ANCHORS[island % len(_ANCHORS)]
-    rows = catalog.rows("SELECT * FROM strategies WHERE strategy = ? AND weight_s IS NOT NULL", [name])
-    if not rows or not others:
+    """The mix, held apart from the others', and what that was worked out from; nothing where it stays.
+
+    Islands are moved towards different tiers in turn, so that their mixes differ in every direction in which something is left to learn: tiers at their floor are known to be bad.
+    """
+    rows = catalog.rows("SELECT weight_floor AS floor FROM strategies WHERE strategy = ?", [ADAPTIVE])
+    floor = rows[0]["floor"] if rows else 0.0
+    tried = [tier for tier in TIERS if weights[tier] > _AT_FLOOR * floor]
+    if len(tried) < 2 or not others:
         return weights, {}
-    asked = {tier: rows[0][f"weight_{tier.lower()}"] * (weights[tier] > 0) for tier in TIERS}
-    total = sum(asked.values())
-    if total == 0:
-        return weights, {}
-    anchor = {tier: weight / total for tier, weight in asked.items()}
+    towards = tried[island % len(tried)]
+    anchor = {tier: (weight + (tier == towards)) / 2 for tier, weight in weights.items()}
     moved = kept_diverse(weights, list(others.values()), anchor, minimum)
     if moved == dict(weights):
         return weights, {}
-    told = {"anchor": name, "mix": dict(weights), "others": {str(i): dict(mix) for i, mix in others.items()}}
+    told = {"anchor": towards, "mix": dict(weights), "others": {str(i): dict(mix) for i, mix in others.items()}}
     return moved, {**told, "minimum": minimum}

@@ -140,6 +140,7 @@ def summarise_cycle(
     loss: float,
     holdout_loss: float,
     losses_by_tier: Mapping[str, Sequence[float]],
+    contributions_by_tier: Mapping[str, Sequence[float]],
     previous: Mapping[str, TierLoss],
     step_times_s: Sequence[float],
     upload_bps: float | None,
@@ -151,6 +152,8 @@ def summarise_cycle(
         loss: mean training loss of the cycle's last round.
         holdout_loss: measured at its end.
         losses_by_tier: loss of every sequence of the cycle, in order, by tier.
+        contributions_by_tier: what each of them has contributed to the descent of the holdout loss, where that is measured (online.py): then it's what
+            a tier's effectiveness is. Else that is the descent of the tier's own training loss.
         previous: what this function returned for the cycle before, or nothing.
         step_times_s: time of every inner step.
         upload_bps: of the cycle's outer gradients, bits per second; None: none went out.
@@ -160,14 +163,17 @@ def summarise_cycle(
     known = [tier for tier in now if tier in previous]
     descents = {tier: previous[tier].mean - now[tier].mean for tier in known}
     errors = {tier: math.hypot(previous[tier].error, now[tier].error) for tier in known}
+    measured = {tier: TierLoss.of(sums) for tier, sums in contributions_by_tier.items() if sums}
+    effectiveness = {tier: one.mean for tier, one in measured.items()} if measured else descents
+    effectiveness_error = {tier: one.error for tier, one in measured.items()} if measured else errors
     rate, error = _log_slope(losses_by_tier)
     message = Feedback(
         loss_trend=-fmean(descents.values()) if known else None,
         convergence_rate=rate,
         convergence_error=error,
         generalization_gap=holdout_loss - loss,
-        effectiveness={tier: descents.get(tier) for tier in TIERS},
-        effectiveness_error={tier: errors.get(tier) for tier in TIERS},
+        effectiveness={tier: effectiveness.get(tier) for tier in TIERS},
+        effectiveness_error={tier: effectiveness_error.get(tier) for tier in TIERS},
         step_time_s=median(step_times_s) if step_times_s else None,
         upload_bps=upload_bps,
         latency_s=latency_s,

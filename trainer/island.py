@@ -329,11 +329,14 @@ class Island:
             drift.steps += 1
         contributions = stepped.contributions_BL.numpy() if stepped.contributions_BL is not None else None
         self._spans.record(progress.step, sequences, stepped.losses_BL.numpy(), contributions)
-        for sequence, loss in zip(sequences, stepped.losses_BL.mean(dim=1).tolist(), strict=True):
+        sums = contributions.sum(axis=1).tolist() if contributions is not None else [None] * len(sequences)
+        for sequence, loss, contributed in zip(sequences, stepped.losses_BL.mean(dim=1).tolist(), sums, strict=True):
             for tier, tokens in zip(sequence.columns.tiers, sequence.columns.tokens.tolist(), strict=True):
                 progress.tier_tokens[tier] += tokens
             if sequence.group in progress.cycle_losses:  # feedback speaks of tiers
                 progress.cycle_losses[sequence.group].append(loss)
+                if contributed is not None:
+                    progress.cycle_contributions[sequence.group].append(contributed)
         mean_loss = float(stepped.losses_BL.mean())
         seconds = time.monotonic() - began
         self._step_times.append(seconds)
@@ -490,6 +493,12 @@ class Island:
             return None, False
         return self._sending(due, round_=self.progress.round, identity=identity), True
 
+    def _take_told(self) -> list[str]:
+        """The messages that haven't gone out yet, as they travel."""
+        told = [to_text(self._teller.tell(sequence, message.to_values())) for sequence, message in self._untold]
+        self._untold.clear()
+        return told
+
     def _sending(self, number: int, *, round_: int, identity: bytes) -> Sending | None:
         drift = self.drifts[number]
         if drift.steps == 0:
@@ -510,11 +519,8 @@ class Island:
             "steps": drift.steps,
             "step_time_s": round(statistics.median(self._step_times[-32:]), 6) if self._step_times else 0.0,
             "tier_version": self.feed.tier_version,
-            "feedback": [
-                to_text(self._teller.tell(sequence, message.to_values())) for sequence, message in self._untold
-            ],
+            "feedback": self._take_told(),
         }
-        self._untold.clear()
         sent = drift.send(parameters, round_=round_, wire=self.run.config.wire, said=said)
         return Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
 
@@ -582,12 +588,14 @@ class Island:
             loss=loss,
             holdout_loss=measured,
             losses_by_tier=progress.cycle_losses,
+            contributions_by_tier=progress.cycle_contributions,
             previous=progress.tier_losses,
             step_times_s=self._step_times,
             upload_bps=self._keeper.take_upload_bps(),
             latency_s=self._follower.latency_s,
         )
         progress.cycle_losses = {tier: [] for tier in TIERS}
+        progress.cycle_contributions = {tier: [] for tier in TIERS}
         self._step_times = []
         self._untold.append((progress.sequence, message))
         self._note("feedback", sequence=progress.sequence, **message.to_row())

@@ -184,9 +184,45 @@ def test_adaptive_mixes_that_are_too_much_alike_are_held_apart(tiny_store: Store
     told = [(row["island"], json.loads(row["parameters"])["kept_diverse"]) for row in rows]
     assert told
     for island, moved in told:
-        assert moved["anchor"] == ("aggressive", "conservative")[island]
+        tried = [tier for tier in TIERS if moved["mix"][tier] > 0.03]
+        assert moved["anchor"] == tried[island % len(tried)]
         assert moved["minimum"] == 0.05
         assert diversity([moved["mix"], *moved["others"].values()]) < 0.05
+
+
+def test_the_mix_moves_by_what_all_islands_have_gone_through(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"num_islands": 4, "min_diversity": 0.01})
+    train_in_turn(run)
+    rows = _rows(run, "SELECT * FROM mixtures WHERE run = ? AND reason LIKE 'feedback%' ORDER BY round, island")
+    asked = [json.loads(row["parameters"]) for row in rows]
+    observations = [told["worth"]["observations"] for told in asked if "worth" in told]
+    assert observations == sorted(observations)
+    assert observations[-1] >= 8
+    assert asked[-1]["worth"]["method"] == "regression"
+    # What was decided can be worked out again from what stands there.
+    names = ("run", "island", "sequence", "strategy", "tier_version", "pool", "previous", "effectiveness", "error")
+    found = Catalog(run.store).ask("mixture", **{name: asked[-1][name] for name in names}).to_pylist()
+    decided = asked[-1].get("kept_diverse", {}).get("mix") or {
+        tier: rows[-1][f"weight_{tier.lower()}"] for tier in TIERS
+    }
+    assert {row["tier"]: row["weight"] for row in found} == pytest.approx(decided)
+
+
+def test_with_online_influence_the_mix_moves_by_what_was_measured(tiny_store: Store) -> None:
+    options = {"online_influence": True, "online_refresh": 2, "online_sequences": 2}
+    run = start_run(tiny_store, "r", **ADAPTIVE | options)
+    train_in_turn(run)
+    told = _rows(run, "SELECT * FROM feedback WHERE run = ? ORDER BY island, sequence")
+    sql = (
+        "SELECT sum(contribution) AS total FROM consumption JOIN checkpoints USING (checkpoint) "
+        "WHERE consumption.run = ? AND consumption.island = 0 AND round BETWEEN 11 AND 12 AND tier = 'S'"
+    )
+    (contributed,) = _rows(run, sql)
+    last = [row for row in told if row["island"] == 0][-1]
+    assert last["effectiveness_s"] == pytest.approx(0, abs=10 * abs(contributed["total"]))
+    assert (last["effectiveness_s"] > 0) == (contributed["total"] > 0)
+    mixes = _rows(run, "SELECT parameters FROM mixtures WHERE run = ? AND reason LIKE 'feedback%' ORDER BY written_at")
+    assert json.loads(mixes[-1]["parameters"])["worth"]["method"] == "online influence"
 
 
 def test_an_adaptive_island_whose_loss_rises_is_held_still_and_that_is_announced(tiny_store: Store) -> None:

@@ -155,11 +155,19 @@ def set_strategy(
         str | None,
         typer.Option(help="Weights to start with, as S=.4,A=.4,B=.2,C=0; every tier by its size where not given."),
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="How fast effectiveness moves the weights; 0: they stay.")] = 0.0,
+    learning_rate: Annotated[
+        float,
+        typer.Option(
+            help="How fast effectiveness moves the weights: about the exponent of a tier that is certainly better; 0: they stay."
+        ),
+    ] = 0.0,
     weight_floor: Annotated[float, typer.Option(help="Least weight of a tier that has any.")] = 0.02,
     step_cap: Annotated[
         float, typer.Option(help="Largest change of a weight in one decision, as a share of it.")
     ] = 0.25,
+    exploration: Annotated[
+        float, typer.Option(help="Standard errors by which a tier is taken for better than it's known to be.")
+    ] = 0.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Set a strategy: a new edition that counts from the islands' next decision on. Earlier ones stay on record.
@@ -175,6 +183,7 @@ def set_strategy(
         learning_rate=learning_rate,
         weight_floor=weight_floor,
         step_cap=step_cap,
+        exploration=exploration,
         reason=reason,
     )
     append(opened(store), "strategies", [row])
