@@ -13,14 +13,14 @@ from manifests.schemas import TIERS
 from manifests.strategies import ADAPTIVE
 from trainer.assignment import AUTO, BALANCED, reassign, trouble
 from trainer.checkpoints import round_of_message
-from trainer.diversity import kept_diverse
+from trainer.diversity import spread_share, towards_tier
 from trainer.feedback import Feedback
 from trainer.messages import Key
 from trainer.rights import island_rights
 from trainer.run import Run
 from trainer.strategies import TABLES_READ, decide, is_python
 from trainer.talk import GivenMix
-from trainer.worth import MEMORY, Cycle, Worth, worth_by_regression, worth_by_telling
+from trainer.worth import MEMORY, Cycle, Worth, nothing_known, worth_by_regression, worth_by_telling
 
 TABLES_WEIGHED = (*TABLES_READ, "checkpoints", "mixtures", "runs", "policies")
 """Tables that a choice is made from."""
@@ -46,6 +46,7 @@ class NewestMix:
     weights: Mapping[str, float]
     round: int
     reason: str
+    parameters: str
 
 
 def newest_mixes(catalog: Catalog, run: str) -> dict[int, NewestMix]:
@@ -58,6 +59,7 @@ def newest_mixes(catalog: Catalog, run: str) -> dict[int, NewestMix]:
             weights={tier: row[f"weight_{tier.lower()}"] for tier in TIERS},
             round=row["round"],
             reason=row["reason"],
+            parameters=row["parameters"],
         )
         for row in catalog.rows(sql, [run])
     }
@@ -117,11 +119,10 @@ def choose_mix(
         reason = f"{after} in place of {before}: {why}; {reason}"
     weights, parameters = decision.weights, decision.parameters
     if config.min_diversity > 0 and after == ADAPTIVE:
-        others = {number: mix.weights for number, mix in known.items() if number != island}
-        weights, moved = _kept_diverse(catalog, island, weights, others, config.min_diversity)
-        if moved:
-            reason += f"; more {moved['anchor']}, since the islands' mixes are too much alike"
-            parameters = canonical_json({**json.loads(parameters), "kept_diverse": moved})
+        weights, spread = _spread(run, catalog, island, weights)
+        if spread:
+            reason += f"; more {spread['towards']}, for islands to differ"
+            parameters = canonical_json({**json.loads(parameters), "spread": spread})
     mix = GivenMix(
         key=key,
         strategy=after,
@@ -137,15 +138,17 @@ def choose_mix(
 def _previous(
     strategy: str, tier_version: int, mixes: tuple[NewestMix | GivenMix | None, ...]
 ) -> Mapping[str, float] | None:
-    """What the island reads by, or will at its next edge; None: by another strategy, or of another tier version, so that it begins anew."""
+    """What the island reads by, or will at its next edge, but for what sets it apart from the others; None: by another strategy, or of another tier version, so
+    that it begins anew."""
     for mix in mixes:
         if mix is not None and mix.tier_version == tier_version:
-            return mix.weights if mix.strategy == strategy else None
+            spread: Mapping[str, Any] = json.loads(mix.parameters).get("spread", {})
+            return spread.get("mix", mix.weights) if mix.strategy == strategy else None
     return None
 
 
 def worth_now(run: Run, catalog: Catalog, histories: Mapping[int, Sequence[Feedback]]) -> Worth | None:
-    """What the tiers are worth by all that the islands have gone through; None: not known yet, so that an island goes by its own message.
+    """What the tiers are worth by all that the islands have gone through; None: there is nothing to compare an island with, so that it goes by its own message.
 
     Args:
         run: the run.
@@ -154,8 +157,10 @@ def worth_now(run: Run, catalog: Catalog, histories: Mapping[int, Sequence[Feedb
     """
     if run.config.online_influence:
         return worth_by_telling(histories)
-    rows = catalog.ask("cycle_descents", run=run.name).to_pylist()
-    return worth_by_regression([Cycle.from_row(row) for row in rows])
+    cycles = [Cycle.from_row(row) for row in catalog.ask("cycle_losses", run=run.name).to_pylist()]
+    if len({cycle.island for cycle in cycles}) < 2 and run.config.num_islands < 2:
+        return None
+    return worth_by_regression(cycles) or nothing_known(len(cycles))
 
 
 def _strategy(
@@ -174,26 +179,20 @@ def _strategy(
     return asked, why
 
 
-def _kept_diverse(
-    catalog: Catalog,
-    island: int,
-    weights: Mapping[str, float],
-    others: Mapping[int, Mapping[str, float]],
-    minimum: float,
+def _spread(
+    run: Run, catalog: Catalog, island: int, weights: Mapping[str, float]
 ) -> tuple[Mapping[str, float], dict[str, Any]]:
-    """The mix, held apart from the others', and what that was worked out from; nothing where it stays.
+    """The mix, set apart from the others', and what that was worked out from; nothing where it stays.
 
-    Islands are moved towards different tiers in turn, so that their mixes differ in every direction in which something is left to learn: tiers at their floor are known to be bad.
+    Each island reads more of a tier of its own, in turn, so that their mixes differ in every direction in which something is left to learn; tiers at their floor are known
+    to be bad, and left there.
     """
     rows = catalog.rows("SELECT weight_floor AS floor FROM strategies WHERE strategy = ?", [ADAPTIVE])
     floor = rows[0]["floor"] if rows else 0.0
     tried = [tier for tier in TIERS if weights[tier] > _AT_FLOOR * floor]
-    if len(tried) < 2 or not others:
+    if len(tried) < 2 or run.config.num_islands < 2:
         return weights, {}
-    towards = tried[island % len(tried)]
-    anchor = {tier: (weight + (tier == towards)) / 2 for tier, weight in weights.items()}
-    moved = kept_diverse(weights, list(others.values()), anchor, minimum)
-    if moved == dict(weights):
-        return weights, {}
-    told = {"anchor": towards, "mix": dict(weights), "others": {str(i): dict(mix) for i, mix in others.items()}}
-    return moved, {**told, "minimum": minimum}
+    own = [tried[number % len(tried)] for number in range(run.config.num_islands)]
+    share = spread_share(weights, own, run.config.min_diversity)
+    towards = own[island % len(own)]
+    return towards_tier(weights, towards, share), {"towards": towards, "share": share, "mix": dict(weights)}

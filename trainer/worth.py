@@ -1,7 +1,8 @@
 """What the tiers are worth to the holdout by all that the islands of a run have gone through. Pure functions; what moves by it is the mix (manifests/sql/mixture.sql).
 
 Islands that read different mixes in the same cycle tell the tiers apart: what is common to a cycle, the stage of the training and what was merged, falls out of the
-comparison (docs/theory.md, section 4). C cycles, K tiers, n observations: an island's cycle each.
+comparison (docs/theory.md, section 4). It's their losses at its end that are compared, not by how much these fell: an island that was behind catches up by what it's
+sent, whatever it read, and merging has made them all alike before. K tiers, n observations: an island's cycle each.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ HALF_LIFE = 6.0
 """Cycles after which an observation counts half: what a tier is worth changes with what has been learned, and with what is delivered."""
 MEMORY = 24
 """Cycles that are looked back on; what is older counts less than 1/16."""
-_PRIORS = (0.0, *np.geomspace(1e-2, 1e6, 33).tolist())
+_PRIORS = (0.0, *np.geomspace(1e-2, 1e6, 161).tolist())
 """Variances of the tiers' worth before anything was seen, in those of the noise; the one that explains the observations best is taken."""
 
 
@@ -47,57 +48,67 @@ class Cycle:
     island: int
     number: int
     """Equal for cycles that are compared."""
-    descent: float
-    """Of its holdout loss, nats per token."""
+    loss: float
+    """On the holdout at its end, nats per token."""
     shares: Mapping[str, float]
     """Of its tokens, by tier."""
 
     @staticmethod
     def from_row(row: Mapping[str, Any]) -> Cycle:
-        """Of a row of the question `cycle_descents`."""
+        """Of a row of the question `cycle_losses`."""
         return Cycle(
             island=row["island"],
             number=row["round"],
-            descent=row["descent"],
+            loss=row["holdout_loss"],
             shares={tier: row[f"share_{tier.lower()}"] for tier in TIERS},
         )
 
 
 def worth_by_regression(cycles: Sequence[Cycle]) -> Worth | None:
-    """Regresses the islands' descents on what they read: a level for each cycle, a slope for each tier.
+    """Regresses the islands' losses on what they read: a level for each cycle, a slope for each tier.
 
     Bayesian linear regression with a normal prior around no difference, whose variance is that of greatest marginal likelihood (MacKay, Bayesian Interpolation,
     1992), and observations that count half after HALF_LIFE cycles. Where nothing tells the tiers apart, all come out alike, and the error says how little is known.
 
     Returns:
-        Posterior mean and standard deviation of each tier's worth in nats for a cycle of that tier alone, from the mean tier's; None: too few observations.
+        By how many nats a cycle of that tier alone lowers the loss, from the mean tier's: posterior mean and standard deviation. None: too few observations.
     """
     numbers = sorted({cycle.number for cycle in cycles})[-MEMORY:]
     age = {number: len(numbers) - 1 - place for place, number in enumerate(numbers)}
-    rows, descents, num_levels = [], [], 0
+    rows, gains, num_levels = [], [], 0
     for number in numbers:
         together = [cycle for cycle in cycles if cycle.number == number]
         if len(together) < 2:
             continue  # its level takes all that it says
         weight = math.sqrt(0.5 ** (age[number] / HALF_LIFE))
         shares = np.array([[cycle.shares[tier] for tier in TIERS] for cycle in together])
-        fell = np.array([cycle.descent for cycle in together])
+        loss = np.array([cycle.loss for cycle in together])
         rows.append(weight * (shares - shares.mean(axis=0)))
-        descents.append(weight * (fell - fell.mean()))
+        gains.append(weight * (loss.mean() - loss))
         num_levels += 1
     if not rows:
         return None
-    design_nK, descent_n = np.concatenate(rows), np.concatenate(descents)
-    freedom = len(descent_n) - num_levels
+    design_nK, gain_n = np.concatenate(rows), np.concatenate(gains)
+    freedom = len(gain_n) - num_levels
     if freedom < len(TIERS):
         return None
-    return _posterior(design_nK, descent_n, freedom)
+    return _posterior(design_nK, gain_n, freedom)
 
 
-def _posterior(design_nK: npt.NDArray[np.float64], descent_n: npt.NDArray[np.float64], freedom: int) -> Worth | None:
+def nothing_known(observations: int) -> Worth:
+    """That no tier is known to be worth more than another."""
+    return Worth(
+        effectiveness=dict.fromkeys(TIERS, 0.0),
+        error=dict.fromkeys(TIERS, 1.0),
+        method="regression",
+        observations=observations,
+    )
+
+
+def _posterior(design_nK: npt.NDArray[np.float64], gain_n: npt.NDArray[np.float64], freedom: int) -> Worth | None:
     u_nK, singular_K, vt_KK = np.linalg.svd(design_nK, full_matrices=False)
-    along_K = u_nK.T @ descent_n
-    rest = float(descent_n @ descent_n - along_K @ along_K)  # what no mix explains
+    along_K = u_nK.T @ gain_n
+    rest = float(gain_n @ gain_n - along_K @ along_K)  # what no mix explains
     best: tuple[float, float, float] | None = None
     for prior in _PRIORS:
         spread_K = 1 + prior * singular_K**2
@@ -121,7 +132,7 @@ def _posterior(design_nK: npt.NDArray[np.float64], descent_n: npt.NDArray[np.flo
         effectiveness=dict(zip(TIERS, worth_K.tolist(), strict=True)),
         error=dict(zip(TIERS, error_K.tolist(), strict=True)),
         method="regression",
-        observations=len(descent_n),
+        observations=len(gain_n),
     )
 
 
