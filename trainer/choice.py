@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.catalog import Catalog
@@ -13,12 +13,13 @@ from manifests.schemas import TIERS
 from manifests.strategies import ADAPTIVE
 from trainer.assignment import AUTO, BALANCED, reassign, trouble
 from trainer.checkpoints import round_of_message
+from trainer.config import RunConfig
 from trainer.diversity import spread_share, towards_tier
 from trainer.feedback import Feedback
 from trainer.messages import Key
 from trainer.rights import island_rights
 from trainer.run import Run
-from trainer.strategies import TABLES_READ, decide, is_python
+from trainer.strategies import TABLES_READ, Decision, decide, is_python
 from trainer.talk import GivenMix
 from trainer.worth import MEMORY, Cycle, Worth, nothing_known, worth_by_regression, worth_by_telling
 
@@ -117,18 +118,15 @@ def choose_mix(
     switch = Switch(before=before, after=after, why=why) if after != before else None
     if switch is not None:
         reason = f"{after} in place of {before}: {why}; {reason}"
-    weights, parameters = decision.weights, decision.parameters
-    if config.min_diversity > 0 and after == ADAPTIVE:
-        weights, spread = _spread(run, catalog, island, weights)
-        if spread:
-            reason += f"; more {spread['towards']}, for islands to differ"
-            parameters = canonical_json({**json.loads(parameters), "spread": spread})
+    decision, towards = set_apart(config, catalog, island, after, decision)
+    if towards is not None:
+        reason += f"; more {towards}, for islands to differ"
     mix = GivenMix(
         key=key,
         strategy=after,
         tier_version=tier_version,
-        weights=weights,
-        parameters=parameters,
+        weights=decision.weights,
+        parameters=decision.parameters,
         inputs=decision.inputs,
         reason=reason,
     )
@@ -179,20 +177,25 @@ def _strategy(
     return asked, why
 
 
-def _spread(
-    run: Run, catalog: Catalog, island: int, weights: Mapping[str, float]
-) -> tuple[Mapping[str, float], dict[str, Any]]:
-    """The mix, set apart from the others', and what that was worked out from; nothing where it stays.
+def set_apart(
+    config: RunConfig, catalog: Catalog, island: int, strategy: str, decision: Decision
+) -> tuple[Decision, str | None]:
+    """A decision on an adaptive mix, set apart from the other islands', and the tier that the island reads more of; where it stays as it is, none.
 
     Each island reads more of a tier of its own, in turn, so that their mixes differ in every direction in which something is left to learn; tiers at their floor are known
-    to be bad, and left there.
+    to be bad, and left there. The record of the decision tells what it would be without.
     """
+    if strategy != ADAPTIVE or config.min_diversity == 0 or config.num_islands < 2:
+        return decision, None
     rows = catalog.rows("SELECT weight_floor AS floor FROM strategies WHERE strategy = ?", [ADAPTIVE])
     floor = rows[0]["floor"] if rows else 0.0
-    tried = [tier for tier in TIERS if weights[tier] > _AT_FLOOR * floor]
-    if len(tried) < 2 or run.config.num_islands < 2:
-        return weights, {}
-    own = [tried[number % len(tried)] for number in range(run.config.num_islands)]
-    share = spread_share(weights, own, run.config.min_diversity)
+    tried = [tier for tier in TIERS if decision.weights[tier] > _AT_FLOOR * floor]
+    if len(tried) < 2:
+        return decision, None
+    own = [tried[number % len(tried)] for number in range(config.num_islands)]
+    share = spread_share(decision.weights, own, config.min_diversity)
     towards = own[island % len(own)]
-    return towards_tier(weights, towards, share), {"towards": towards, "share": share, "mix": dict(weights)}
+    spread = {"towards": towards, "share": share, "mix": dict(decision.weights)}
+    parameters = canonical_json({**json.loads(decision.parameters), "spread": spread})
+    weights = towards_tier(decision.weights, towards, share)
+    return replace(decision, weights=weights, parameters=parameters), towards

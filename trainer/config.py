@@ -120,8 +120,8 @@ class RunConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
-    min_diversity: float = 0.0
-    """Least mean Jensen-Shannon divergence of the islands' mixes, nats: adaptive ones that come too near to the others' are held apart. 0: none."""
+    min_diversity: float = 0.01
+    """Mean Jensen-Shannon divergence that adaptive islands are set apart by, nats: what no island tries, none learns. 0: they aren't."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
     holdout_sequences: int = 64

@@ -41,6 +41,7 @@ from trainer.checkpoints import (
     messages_told,
     pack_island,
 )
+from trainer.choice import set_apart
 from trainer.drift import Drift, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane
@@ -62,6 +63,8 @@ from trainer.tape import anatomy_of, read_global
 from trainer.wire import object_hash
 
 _MOST_UNTOLD = 8
+_SAME_WEIGHT = 1e-9
+"""Weights that differ by less are the same: the stream scales them, and rounds."""
 """Feedback messages that wait for an outer gradient to go with; older ones are given up."""
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
@@ -605,7 +608,9 @@ class Island:
         given = self._given
         if given is None or given.tier_version != self.feed.tier_version or self.run.config.group_by:
             return
-        if dict(given.weights) != dict(self.mixture.weights):
+        weights = self.mixture.weights
+        moved = any(abs(weight - weights[tier]) > _SAME_WEIGHT for tier, weight in given.weights.items())
+        if moved or given.strategy != self.mixture.strategy:
             self._set_mix(Mixture(strategy=given.strategy, weights=given.weights))
             self._record_mixture(
                 given.reason,
@@ -629,6 +634,7 @@ class Island:
             return Mixture(strategy=f"by {config.group_by}", weights=weights), None
         strategy = config.strategy_of(self.island)
         decision = self._decide(strategy, tier_version=tier_version)
+        decision, _ = set_apart(config, Catalog(self.run.store, tables=TABLES_READ), self.island, strategy, decision)
         return Mixture(strategy=strategy, weights=decision.weights), decision
 
     def _decide(self, strategy: str, *, tier_version: int | None = None, **more: Any) -> Decision:

@@ -127,10 +127,10 @@ def train(
     min_diversity: Annotated[
         float,
         typer.Option(
-            help="Least mean Jensen-Shannon divergence (nats) of the islands' mixes: adaptive ones are held apart; 0: none.",
+            help="Mean Jensen-Shannon divergence (nats) by which adaptive islands' mixes are set apart, so that they learn from each other; 0: they aren't.",
             rich_help_panel=_MIX,
         ),
-    ] = 0.0,
+    ] = 0.01,
     feedback_bytes: Annotated[
         int,
         typer.Option(
