@@ -63,9 +63,9 @@ from trainer.tape import anatomy_of, read_global
 from trainer.wire import object_hash
 
 _MOST_UNTOLD = 8
+"""Feedback messages that wait for an outer gradient to go with; older ones are given up."""
 _SAME_WEIGHT = 1e-9
 """Weights that differ by less are the same: the stream scales them, and rounds."""
-"""Feedback messages that wait for an outer gradient to go with; older ones are given up."""
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
 
