@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -93,13 +92,8 @@ def _card(tables: dict[str, pa.Table], runs: Sequence[str], about: str) -> str:
         parts.append(f"## {name}.parquet ({table.num_rows:,} rows)\n\nA row is {_QUESTIONS[name][0]}.\n")
         lines = ["| column | type | meaning |", "| --- | --- | --- |"]
         for column in table.schema:
-            metadata = described[column.name].metadata or {} if column.name in described else {}
-            meaning = " ".join(part.decode() for key in (b"comment", b"unit") if (part := metadata.get(key)))
+            metadata = described[column.name].metadata
+            meaning = ", ".join(metadata[key].decode() for key in (b"meaning", b"unit") if key in metadata)
             lines.append(f"| `{column.name}` | {column.type} | {meaning} |")
         parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def read_config(out: Path) -> dict[str, dict[str, object]]:
-    """Options by run, of exported trajectories."""
-    return {row["run"]: json.loads(row["config"]) for row in pq.read_table(out / "runs.parquet").to_pylist()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import typer
 
 from manifests.errors import UserError
 from manifests.schemas import TIERS
-from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
+from tools.app import ASK, DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
 from tools.output import STDERR, Format, print_answer
 
 WhereOption = Annotated[
@@ -192,3 +193,20 @@ def set_strategy(
 
 def _of_tiers(weights: dict[str, float]) -> dict[str, float]:
     return {tier.upper(): weight for tier, weight in weights.items()}
+
+
+@app.command(rich_help_panel=ASK)
+def trajectories(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Write the course of runs as Parquet files with a data card: mixes and their reasons, feedback, losses, events. No document is in it.
+
+    Example: atoll trajectories first second --out course
+    """
+    from tools.trajectories import export_trajectories
+
+    its_store = opened(store)
+    rows = export_trajectories(its_store, runs, out, about=f"From {its_store.uri}.")
+    STDERR.print(f"  {out}: " + ", ".join(f"{count:,} rows of {name}" for name, count in rows.items()), markup=False)
