@@ -280,19 +280,19 @@ def commit_rounds(run: Run, island: int, rows: Sequence[Mapping[str, Any]]) -> N
 
 
 def ends_cycle(run: Run, round_: int) -> bool:
-    """Whether a round is the last of an outer cycle, or of the run."""
-    return round_ % run.config.num_fragments == 0 or round_ == run.config.num_rounds
+    """Whether a round is the last that a feedback message is of, or of the run."""
+    return round_ % run.config.told_rounds == 0 or round_ == run.config.num_rounds
 
 
 def messages_told(run: Run, round_: int) -> int:
-    """How many feedback messages an island has made after so many rounds: one at the end of every outer cycle."""
-    cycles, rest = divmod(round_, run.config.num_fragments)
+    """How many feedback messages an island has made after so many rounds."""
+    cycles, rest = divmod(round_, run.config.told_rounds)
     return cycles + (rest > 0 and ends_cycle(run, round_))
 
 
 def round_of_message(run: Run, sequence: int) -> int:
     """The round that a feedback message closes."""
-    return min(sequence * run.config.num_fragments, run.config.num_rounds)
+    return min(sequence * run.config.told_rounds, run.config.num_rounds)
 
 
 def is_anchor(run: Run, round_: int) -> bool:

@@ -122,6 +122,8 @@ class RunConfig:
     """Nesterov momentum of the outer step."""
     min_diversity: float = 0.01
     """Mean Jensen-Shannon divergence that adaptive islands are set apart by, nats: what no island tries, none learns. 0: they aren't."""
+    feedback_rounds: int = 0
+    """Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle, which is P."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
     holdout_sequences: int = 64
@@ -196,6 +198,7 @@ class RunConfig:
             "micro_batch",
             "gate_norm",
             "gate_holdout",
+            "feedback_rounds",
             "feedback_bytes",
             "min_diversity",
         ):
@@ -230,6 +233,11 @@ class RunConfig:
     def tau(self) -> int:
         """Steps that a fragment may be under way (τ)."""
         return self.overlap_steps or max(1, self.sync_every // 2)
+
+    @property
+    def told_rounds(self) -> int:
+        """Rounds that a feedback message is of."""
+        return self.feedback_rounds or self.num_fragments
 
     @property
     def num_rounds(self) -> int:

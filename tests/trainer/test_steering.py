@@ -55,6 +55,18 @@ def test_every_message_comes_into_the_table_once_and_soon_as_what_has_changed(tr
     assert first["reason"] == "first assignment"  # two islands haven't seen enough to move by in six cycles
 
 
+def test_islands_tell_as_rarely_as_they_are_asked_to(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r", **ADAPTIVE | {"feedback_rounds": 5})  # a cycle has 2; the run 12
+    train_in_turn(run)
+    rows = _rows(run, "SELECT island, sequence, round FROM feedback WHERE run = ? ORDER BY island, sequence")
+    assert [tuple(row.values()) for row in rows] == [(i, n, r) for i in range(2) for n, r in ((1, 5), (2, 10), (3, 12))]
+    measured = _rows(
+        run,
+        "SELECT DISTINCT round FROM checkpoints WHERE run = ? AND island >= 0 AND holdout_loss IS NOT NULL ORDER BY 1",
+    )
+    assert [row["round"] for row in measured] == [5, 10, 12]
+
+
 def test_a_row_says_what_the_island_said(trained: tuple[Run, Syncer]) -> None:
     run, syncer = trained
     states = syncer.state.talk.states(0)

@@ -131,6 +131,13 @@ def train(
             rich_help_panel=_MIX,
         ),
     ] = 0.01,
+    feedback_rounds: Annotated[
+        int,
+        typer.Option(
+            help="Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = 0,
     feedback_bytes: Annotated[
         int,
         typer.Option(
@@ -227,6 +234,7 @@ def train(
         outer_momentum=outer_momentum,
         gate_holdout=gate_holdout,
         min_diversity=min_diversity,
+        feedback_rounds=feedback_rounds,
         feedback_bytes=feedback_bytes,
         checkpoint_cycles=checkpoint_cycles,
         model=model_of(model) or {},
