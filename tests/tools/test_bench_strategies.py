@@ -49,7 +49,7 @@ def test_a_run_has_recovered_once_its_loss_stays_below_what_it_was_and_its_mix_h
         results.keep(POISONED, seed, course)
         _mixtures(results.out(POISONED, seed), [(0, 0, 0.2), (0, 28, 0.6), (0, 34, 0.4), (0, 40, 0.3), (0, 50, 0.1)])
     figures = _recovery(results)
-    assert figures["recovery_rounds"].values == [8.0, 8.0, math.inf]
+    assert figures["recovery_rounds"].values == [10.0, 10.0, math.inf]
     assert figures["recovery_rounds_mix"].values == [10.0, 10.0, 10.0]
 
 

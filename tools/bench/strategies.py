@@ -25,6 +25,7 @@ from tools.bench.graded import Documents
 from tools.bench.strategies_arms import (
     COMMON,
     ISLANDS,
+    LOOK_EVERY,
     LOSS,
     MOST_LATE,
     Arm,
@@ -40,9 +41,9 @@ from tools.output import STDERR
 
 FOLDER = "ATOLL_BENCH_FOLDER"
 FULL = Size(
-    documents=Documents(holdout=500, s=900, a=1800, b=1800, c=3000), steps=480, test_sequences=256, seeds=(0, 1, 2)
+    documents=Documents(holdout=500, s=900, a=1800, b=1800, c=3000), steps=360, test_sequences=192, seeds=(0, 1, 2)
 )
-QUICK = Size(documents=Documents(holdout=150, s=150, a=200, b=200, c=300), steps=64, test_sequences=32, seeds=(0,))
+QUICK = Size(documents=Documents(holdout=150, s=150, a=200, b=200, c=300), steps=48, test_sequences=32, seeds=(0,))
 
 UNIFORM = Arm(name="uniform", strategies=("uniform",))
 STRATEGIES = [Arm(name=name, strategies=(name,)) for name in ("aggressive", "balanced", "conservative")]
@@ -250,7 +251,7 @@ def _recovery(results: Results) -> dict[str, Figure]:
         before = [point for point in course if point.round <= at][-1]
         above = [point.round for point in course if point.round > at and point.loss >= before.loss]
         last = above[-1] if above else at
-        by_loss.append(float(last - at + COMMON["num_fragments"]) if last < course[-1].round else math.inf)
+        by_loss.append(float(last - at + LOOK_EVERY * COMMON["num_fragments"]) if last < course[-1].round else math.inf)
         weights = mean_weights(results.out(POISONED, seed), "S")
         then = [weight for round_, weight in weights.items() if round_ <= at][-1]
         halved = [round_ for round_, weight in weights.items() if round_ > at and weight <= then / 2]
@@ -283,8 +284,8 @@ BENCHMARK = Benchmark(
     question="Do mixes that steer themselves come near the best fixed mix without knowing it, out of a bad delivery, and through a bad network?",
     measure=measure,
     notes=(
-        f"{ISLANDS} islands and a syncer in turn, a model of 0.11 M parameters, equal tokens (1.0 M) in every arm. S is real leads of Wikipedia (9 % of the tokens), A rephrasings of others as FAQ, tables, tutorials and "
-        "maths, B boilerplate, C scrambled and noisy text; no document was made from one of another tier or of the holdout (tools/bench/graded.py). Every loss is on 256 sequences of held-out leads that no "
+        f"{ISLANDS} islands and a syncer in turn, a model of 0.08 M parameters, equal tokens (0.74 M) in every arm. S is real leads of Wikipedia (9 % of the tokens), A rephrasings of others as FAQ, tables, tutorials and "
+        "maths, B boilerplate, C scrambled and noisy text; no document was made from one of another tier or of the holdout (tools/bench/graded.py). Every loss is on 192 sequences of held-out leads that no "
         "island measures itself on. Uniform reads every tier by its size.",
         "The fixed mixes are the strategies and a grid of mixes of S, A and B; the best of them is chosen by the mean loss over the seeds. A bad delivery is a tier version, made half-way, in which the documents of S "
         "and C have changed places; islands go over to it at their next round's edge.",

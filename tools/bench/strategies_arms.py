@@ -34,18 +34,20 @@ MODEL: dict[str, Any] = {
     "model_type": "llama",
     "hidden_size": 64,
     "intermediate_size": 160,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
     "tie_word_embeddings": True,
 }
+LOOK_EVERY = 2
+"""Outer cycles between two looks at the test loss."""
 COMMON: dict[str, Any] = {
     "num_islands": ISLANDS,
     "quorum": ISLANDS,
     "seq_len": 64,
     "batch_size": 8,
-    "sync_every": 16,
+    "sync_every": 12,
     "num_fragments": 2,
     "lr": 4e-3,
     "holdout_sequences": 64,
@@ -89,7 +91,7 @@ class Arm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """Where a run stands after an outer cycle."""
+    """Where a run stands after a round."""
 
     round: int
     tokens: int
@@ -197,7 +199,7 @@ def _train(run: Run, arm: Arm, seed: int, size: Size) -> list[Point]:
     def look(round_: int, syncer: Syncer) -> None:
         if arm.is_poisoned and round_ == config.num_rounds // 2:
             deliver_poison(run.store)
-        if round_ % config.num_fragments:
+        if round_ % (LOOK_EVERY * config.num_fragments) and round_ != config.num_rounds:
             return
         with torch.no_grad():
             for name, value in syncer.state.parameters().items():
