@@ -27,6 +27,8 @@ TABLES_WEIGHED = (*TABLES_READ, "checkpoints", "mixtures", "runs", "policies")
 """Tables that a choice is made from."""
 _AT_FLOOR = 1.5
 """A weight of so many floors or less is taken to lie at the floor."""
+_MOST_SPREAD = 4.0
+"""Diversity of the mixes where nothing is known, as a multiple of what it is where all is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +104,7 @@ def choose_mix(
     histories = read_histories(catalog, run.name)
     after, why = _strategy(run, catalog, island, before, histories)
     rights = island_rights(config, catalog, island).both
+    worth = worth_now(run, catalog, tier_version, histories)
     decision = decide(
         catalog if rights.everything else Catalog(run.store, tables=TABLES_READ, rights=rights),
         run=run.name,
@@ -111,14 +114,14 @@ def choose_mix(
         pool=config.pool,
         sequence=key[1],
         previous=_previous(after, tier_version, (coming.get(island), recorded.get(island))),
-        worth=worth_now(run, catalog, histories),
+        worth=worth,
         histories=histories,
     )
     reason = f"feedback {key[1]}, up to round {round_of_message(run, key[1])}"
     switch = Switch(before=before, after=after, why=why) if after != before else None
     if switch is not None:
         reason = f"{after} in place of {before}: {why}; {reason}"
-    decision, towards = set_apart(config, catalog, island, after, decision)
+    decision, towards = set_apart(config, catalog, island, after, decision, worth)
     if towards is not None:
         reason += f"; more {towards}, for islands to differ"
     mix = GivenMix(
@@ -145,17 +148,22 @@ def _previous(
     return None
 
 
-def worth_now(run: Run, catalog: Catalog, histories: Mapping[int, Sequence[Feedback]]) -> Worth | None:
+def worth_now(
+    run: Run, catalog: Catalog, tier_version: int, histories: Mapping[int, Sequence[Feedback]]
+) -> Worth | None:
     """What the tiers are worth by all that the islands have gone through; None: there is nothing to compare an island with, so that it goes by its own message.
 
     Args:
         run: the run.
-        catalog: pins `checkpoints`.
+        catalog: pins TABLES_WEIGHED.
+        tier_version: the tiers that it's asked of.
         histories: what `read_histories` gave.
     """
     if run.config.online_influence:
         return worth_by_telling(histories)
-    cycles = [Cycle.from_row(row) for row in catalog.ask("cycle_losses", run=run.name).to_pylist()]
+    overlap = catalog.ask("tier_overlap", tier_version=tier_version, pool=run.config.pool).to_pylist()
+    kept = {row["tier_version"]: row["kept"] for row in overlap}
+    cycles = [Cycle.from_row(row, kept) for row in catalog.ask("cycle_losses", run=run.name).to_pylist()]
     if len({cycle.island for cycle in cycles}) < 2 and run.config.num_islands < 2:
         return None
     return worth_by_regression(cycles) or nothing_known(len(cycles))
@@ -178,12 +186,20 @@ def _strategy(
 
 
 def set_apart(
-    config: RunConfig, catalog: Catalog, island: int, strategy: str, decision: Decision
+    config: RunConfig, catalog: Catalog, island: int, strategy: str, decision: Decision, worth: Worth | None = None
 ) -> tuple[Decision, str | None]:
     """A decision on an adaptive mix, set apart from the other islands', and the tier that the island reads more of; where it stays as it is, none.
 
     Each island reads more of a tier of its own, in turn, so that their mixes differ in every direction in which something is left to learn; tiers at their floor are known
-    to be bad, and left there. The record of the decision tells what it would be without.
+    to be bad, and left there. The less is known, the further they're apart. The record of the decision tells what it would be without.
+
+    Args:
+        config: of the run.
+        catalog: pins `strategies`.
+        island: its number.
+        strategy: that it reads by.
+        decision: on its mix.
+        worth: what is known of the tiers; None: nothing.
     """
     if strategy != ADAPTIVE or config.min_diversity == 0 or config.num_islands < 2:
         return decision, None
@@ -193,7 +209,8 @@ def set_apart(
     if len(tried) < 2:
         return decision, None
     own = [tried[number % len(tried)] for number in range(config.num_islands)]
-    share = spread_share(decision.weights, own, config.min_diversity)
+    unknown = worth.unknown_share if worth is not None else 1.0
+    share = spread_share(decision.weights, own, config.min_diversity * (1 + (_MOST_SPREAD - 1) * unknown))
     towards = own[island % len(own)]
     spread = {"towards": towards, "share": share, "mix": dict(decision.weights)}
     parameters = canonical_json({**json.loads(decision.parameters), "spread": spread})

@@ -121,7 +121,7 @@ class RunConfig:
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
     min_diversity: float = 0.01
-    """Mean Jensen-Shannon divergence that adaptive islands are set apart by, nats: what no island tries, none learns. 0: they aren't."""
+    """Mean Jensen-Shannon divergence that adaptive islands are set apart by at least, nats; the less is known, the further: what no island tries, none learns. 0: they aren't."""
     feedback_rounds: int = 0
     """Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle, which is P."""
     feedback_bytes: int = 0

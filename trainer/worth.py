@@ -36,6 +36,14 @@ class Worth:
     method: str
     observations: int
 
+    @property
+    def unknown_share(self) -> float:
+        """How much of what tells the tiers apart may be noise: 1 where nothing is known, 0 where all is."""
+        noise = math.fsum(error**2 for error in self.error.values()) / len(self.error)
+        mean = math.fsum(self.effectiveness.values()) / len(self.effectiveness)
+        signal = math.fsum((value - mean) ** 2 for value in self.effectiveness.values()) / len(self.effectiveness)
+        return noise / (signal + noise) if signal + noise > 0 else 1.0
+
     def describe(self) -> dict[str, Any]:
         """How it was found, for the record of a decision."""
         return {"method": self.method, "observations": self.observations}
@@ -52,11 +60,19 @@ class Cycle:
     """On the holdout at its end, nats per token."""
     shares: Mapping[str, float]
     """Of its tokens, by tier."""
+    weight: float = 1.0
+    """What it counts: less where the tiers held other documents."""
 
     @staticmethod
-    def from_row(row: Mapping[str, Any]) -> Cycle:
-        """Of a row of the question `cycle_losses`."""
+    def from_row(row: Mapping[str, Any], kept: Mapping[int, float]) -> Cycle:
+        """Of a row of the question `cycle_losses`.
+
+        Args:
+            row: the row.
+            kept: share of what the tiers hold now that they held in each tier version (question `tier_overlap`).
+        """
         return Cycle(
+            weight=kept.get(row["tier_version"], 1.0),
             island=row["island"],
             number=row["round"],
             loss=row["holdout_loss"],
@@ -80,7 +96,9 @@ def worth_by_regression(cycles: Sequence[Cycle]) -> Worth | None:
         together = [cycle for cycle in cycles if cycle.number == number]
         if len(together) < 2:
             continue  # its level takes all that it says
-        weight = math.sqrt(0.5 ** (age[number] / HALF_LIFE))
+        weight = math.sqrt(0.5 ** (age[number] / HALF_LIFE) * min(cycle.weight for cycle in together))
+        if weight == 0:
+            continue
         shares = np.array([[cycle.shares[tier] for tier in TIERS] for cycle in together])
         loss = np.array([cycle.loss for cycle in together])
         rows.append(weight * (shares - shares.mean(axis=0)))

@@ -1,8 +1,15 @@
 -- What was each island's holdout loss at the end of each outer cycle, and what did it read in it?
 -- Parameter: run VARCHAR, its name.
--- Columns: island, round (that ends the cycle), holdout_loss (nats per token), share_s, share_a, share_b, share_c (of the cycle's tokens).
+-- Columns: island, round (that ends the cycle), holdout_loss (nats per token), share_s, share_a, share_b, share_c (of the cycle's tokens), tier_version (that it read).
 -- A cycle runs from one measurement of the island's holdout loss to the next; the first begins with the run, and isn't counted: its start isn't on record.
-WITH measured AS (
+WITH versions AS (
+    SELECT island, round, max(tier_version) AS tier_version
+    FROM mixtures
+    WHERE run = $run
+    GROUP BY island, round
+),
+
+measured AS (
     SELECT
         island,
         round,
@@ -17,13 +24,15 @@ WITH measured AS (
 )
 
 SELECT
-    island,
-    round,
-    holdout_loss,
-    s / (s + a + b + c) AS share_s,
-    a / (s + a + b + c) AS share_a,
-    b / (s + a + b + c) AS share_b,
-    c / (s + a + b + c) AS share_c
-FROM measured
-WHERE s + a + b + c > 0
-ORDER BY round, island;
+    m.island,
+    m.round,
+    m.holdout_loss,
+    m.s / (m.s + m.a + m.b + m.c) AS share_s,
+    m.a / (m.s + m.a + m.b + m.c) AS share_a,
+    m.b / (m.s + m.a + m.b + m.c) AS share_b,
+    m.c / (m.s + m.a + m.b + m.c) AS share_c,
+    v.tier_version
+FROM measured AS m
+ASOF LEFT JOIN versions AS v ON m.island = v.island AND m.round > v.round
+WHERE m.s + m.a + m.b + m.c > 0
+ORDER BY m.round, m.island;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,9 +13,9 @@ from manifests.catalog import Catalog
 from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import append
-from tests.manifests.handmade import checkpoint
+from tests.manifests.handmade import checkpoint, job, mixture
 from trainer.feedback import Feedback
-from trainer.worth import HALF_LIFE, MEMORY, Cycle, worth_by_regression, worth_by_telling
+from trainer.worth import HALF_LIFE, MEMORY, Cycle, Worth, worth_by_regression, worth_by_telling
 
 PLANTED = {"S": 0.4, "A": 0.2, "B": 0.0, "C": -0.6}
 """Sums to 0, so that it's from the mean tier's."""
@@ -176,8 +177,74 @@ def test_losses_and_shares_of_cycles_are_read_from_checkpoints(store: Store) -> 
         row(8, 0, 6, 1.0, 99, 99, run="other"),
     ]
     append(store, "checkpoints", rows)
-    found = [Cycle.from_row(row) for row in Catalog(store).ask("cycle_losses", run="r").to_pylist()]
+    # Island 0 goes over to tier version 2 after round 3, amid its second cycle.
+    versions = [(0, 0, 1), (0, 3, 2), (1, 0, 1), (1, 6, 2)]
+    append(store, "mixtures", [mixture(island=i, round=r, tier_version=v) for i, r, v in versions])
+    found = [Cycle.from_row(row, {1: 0.25}) for row in Catalog(store).ask("cycle_losses", run="r").to_pylist()]
     assert found == [
         Cycle(island=0, number=4, loss=4.5, shares={"S": 0.75, "A": 0.0, "B": 0.0, "C": 0.25}),
-        Cycle(island=1, number=6, loss=4.25, shares={"S": 0.0, "A": 0.0, "B": 0.0, "C": 1.0}),
+        Cycle(island=1, number=6, loss=4.25, shares={"S": 0.0, "A": 0.0, "B": 0.0, "C": 1.0}, weight=0.25),
     ]
+
+
+def test_cycles_on_other_documents_count_by_what_is_left_of_them() -> None:
+    turned = {"S": -0.6, "A": 0.2, "B": 0.0, "C": 0.4}
+    before, after = _cycles(number=12), _cycles(number=18, planted=turned)[-24:]
+    for kept, expected in ((1.0, PLANTED["S"]), (0.0, turned["S"])):
+        worth = worth_by_regression([*(replace(cycle, weight=kept) for cycle in before), *after[:12]])
+        assert worth is not None
+        if kept == 0:
+            assert worth.effectiveness["S"] == pytest.approx(expected, abs=0.15)
+            assert worth.observations == 12
+        else:
+            assert worth.effectiveness["S"] > turned["S"] + 0.3
+
+
+def test_what_tiers_have_in_common_with_those_of_another_version_is_that_of_the_worst(store: Store) -> None:
+    views = [(1, "S"), (1, "A"), (2, "S"), (2, "A")]
+    append(store, "jobs", [job("j")])
+    same = {"job": "j", "pool": "p", "position": 0}
+    append(
+        store,
+        "views",
+        [
+            {
+                "job": "j",
+                "pool": "p",
+                "tier_version": v,
+                "tier": t,
+                "object": "o",
+                "documents": 1,
+                "tokens": 1,
+                "shards": 1,
+            }
+            for v, t in views
+        ],
+    )
+    shards = [
+        (1, "S", "a", 30),
+        (1, "S", "b", 10),
+        (1, "A", "c", 50),
+        (1, "A", "d", 50),
+        (2, "S", "a", 30),
+        (2, "S", "c", 10),
+        (2, "A", "d", 90),
+        (2, "A", "b", 10),
+    ]
+    append(
+        store,
+        "view_shards",
+        [same | {"tier_version": v, "tier": t, "shard": s, "tokens": n, "documents": 1} for v, t, s, n in shards],
+    )
+    found = Catalog(store).ask("tier_overlap", tier_version=2, pool="p").to_pylist()
+    # S keeps shard a, 30 of 40; A keeps d, 90 of 100.
+    assert found == [{"tier_version": 1, "kept": 0.75}, {"tier_version": 2, "kept": 1.0}]
+
+
+def test_how_much_is_unknown() -> None:
+    flat = dict.fromkeys(TIERS, 0.0)
+    assert Worth(effectiveness=flat, error=dict.fromkeys(TIERS, 0.1), method="x", observations=1).unknown_share == 1.0
+    # The tiers' variance is (0.3² + 0.1² + 0.1² + 0.3²) / 4 = 0.05.
+    apart = {"S": 0.3, "A": 0.1, "B": -0.1, "C": -0.3}
+    found = Worth(effectiveness=apart, error=dict.fromkeys(TIERS, math.sqrt(0.05)), method="x", observations=1)
+    assert found.unknown_share == pytest.approx(0.5)
