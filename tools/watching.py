@@ -21,12 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from manifests.catalog import Catalog
-from manifests.errors import AtollError, Failure
+from manifests.errors import AtollError, Failure, UserError
 from manifests.schemas import TIERS
 from manifests.store import Store
+from trainer.checkpoints import messages_told
 from trainer.lease import Lease
 from trainer.members import members
 from trainer.metrics import read_metrics
+from trainer.privacy import noise_multiplier, spent_epsilon
 from trainer.run import GLOBAL, load_run
 
 WINDOW = 50
@@ -45,7 +47,7 @@ _CHECKPOINTS = """
 SELECT
     island,
     arg_max({
-        'incarnation': incarnation, 'step': step, 'loss': loss, 'holdout_loss': holdout_loss, 'mixture': mixture, 'written_at': written_at
+        'incarnation': incarnation, 'round': round, 'step': step, 'loss': loss, 'holdout_loss': holdout_loss, 'mixture': mixture, 'written_at': written_at
     }, written_at) AS newest
 FROM checkpoints
 WHERE run = ?
@@ -115,6 +117,10 @@ class View:
     holdout_at: float | None
     unreadable: int
     """Lines of the metrics that couldn't be read."""
+    epsilon_spent: float | None
+    """Differential privacy of the feedback: what the island that has told most has spent of `epsilon`, at `delta`; None: nothing is hidden, or the accountant isn't installed here."""
+    epsilon: float | None
+    delta: float | None
 
 
 @dataclass(kw_only=True, slots=True)
@@ -293,7 +299,21 @@ class Watcher:
             holdout_loss=holdout_loss,
             holdout_at=holdout_at if holdout_loss is not None else None,
             unreadable=self._unreadable,
+            epsilon_spent=self._epsilon_spent(),
+            epsilon=self.run.config.feedback_epsilon or None,
+            delta=self.run.config.feedback_delta if self.run.config.feedback_epsilon else None,
         )
+
+    def _epsilon_spent(self) -> float | None:
+        config = self.run.config
+        if config.feedback_epsilon == 0:
+            return None
+        told = max((messages_told(self.run, row["round"]) for row in self._checkpoints.values()), default=0)
+        try:
+            multiplier = noise_multiplier(config.feedback_epsilon, config.feedback_delta, config.num_messages)
+            return spent_epsilon(multiplier, config.feedback_delta, told)
+        except UserError:
+            return None
 
     def _quarantined_by_events(self) -> list[int]:
         return sorted(
@@ -599,6 +619,9 @@ def _remarks(view: View, error: AtollError | None) -> list[str]:
         remarks.append(f"refused: {view.refused} objects that are no outer gradients, or damaged")
     if view.quarantined:
         remarks.append(f"in quarantine: island {', '.join(map(str, view.quarantined))}")
+    if view.epsilon is not None:
+        spent = f"{view.epsilon_spent:.3g}" if view.epsilon_spent is not None else "? (dp-accounting isn't installed)"
+        remarks.append(f"privacy of the feedback: {spent} of ε = {view.epsilon:g} spent, δ = {view.delta:g}")
     if view.unreadable:
         remarks.append(f"metrics: {view.unreadable} lines can't be read")
     if error is not None:

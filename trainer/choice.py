@@ -161,6 +161,8 @@ def worth_now(
     """
     if run.config.online_influence:
         return worth_by_telling(histories)
+    if run.config.feedback_epsilon > 0:
+        return worth_by_telling(histories)  # what the tables know of holdout losses is hidden under no noise
     overlap = catalog.ask("tier_overlap", tier_version=tier_version, pool=run.config.pool).to_pylist()
     kept = {row["tier_version"]: row["kept"] for row in overlap}
     cycles = [Cycle.from_row(row, kept) for row in catalog.ask("cycle_losses", run=run.name).to_pylist()]

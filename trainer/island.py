@@ -7,6 +7,7 @@ slow for a sending keeps its fragment's steps for the next one.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 
 from manifests.catalog import Catalog
-from manifests.errors import ObjectMissing
+from manifests.errors import ObjectMissing, ObjectTaken
 from manifests.jobs import canonical_json
 from manifests.questions import question
 from manifests.schemas import TIERS
@@ -51,6 +52,7 @@ from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.messages import Teller, to_text
 from trainer.metrics import Metrics
 from trainer.model import learning_rate
+from trainer.privacy import KEY_BYTES, Noise, noise_multiplier, summarise_privately
 from trainer.receiver import Follower, Receipt, Receiver
 from trainer.recorder import SpanRecorder
 from trainer.records import RecordKeeper, Round, Sending
@@ -96,6 +98,7 @@ class Island:
         catalog = Catalog(run.store)
         self.holdout = holdout_tokens(run, catalog)
         self.engine = make_engine(config, holdout_NL=self.holdout)
+        self._noise = self._open_noise()
         self.anatomy = anatomy_of(run, self.engine.model)
         self.rights = island_rights(config, catalog, island).both
         self.incarnation = claim_incarnation(run, island)
@@ -587,21 +590,44 @@ class Island:
         """Makes the feedback message of an outer cycle, which goes out with the next outer gradient."""
         progress = self.progress
         progress.sequence += 1
-        message, progress.tier_losses = summarise_cycle(
-            loss=loss,
-            holdout_loss=measured,
-            losses_by_tier=progress.cycle_losses,
-            contributions_by_tier=progress.cycle_contributions,
-            previous=progress.tier_losses,
-            step_times_s=self._step_times,
-            upload_bps=self._keeper.take_upload_bps(),
-            latency_s=self._follower.latency_s,
-        )
+        if self._noise is None:
+            message, progress.tier_losses = summarise_cycle(
+                loss=loss,
+                holdout_loss=measured,
+                losses_by_tier=progress.cycle_losses,
+                contributions_by_tier=progress.cycle_contributions,
+                previous=progress.tier_losses,
+                step_times_s=self._step_times,
+                upload_bps=self._keeper.take_upload_bps(),
+                latency_s=self._follower.latency_s,
+            )
+        else:
+            message, progress.tier_losses = summarise_privately(
+                holdout_loss=measured,
+                losses_by_tier=progress.cycle_losses,
+                previous=progress.tier_losses,
+                noise=self._noise,
+                context=f"{self.run.name}/{self.island}/{progress.sequence}",
+                step_time_s=statistics.median(self._step_times) if self._step_times else None,
+                upload_bps=self._keeper.take_upload_bps(),
+                latency_s=self._follower.latency_s,
+            )
         progress.cycle_losses = {tier: [] for tier in TIERS}
         progress.cycle_contributions = {tier: [] for tier in TIERS}
         self._step_times = []
         self._untold.append((progress.sequence, message))
         self._note("feedback", sequence=progress.sequence, **message.to_row())
+
+    def _open_noise(self) -> Noise | None:
+        """What the island's messages are hidden under, with a secret that it makes once; None: nothing."""
+        config = self.run.config
+        if config.feedback_epsilon == 0:
+            return None
+        path = f"{self.run.island_folder(self.island)}/feedback-secret"
+        with contextlib.suppress(ObjectTaken):
+            self.run.store.put_new(path, os.urandom(KEY_BYTES))
+        multiplier = noise_multiplier(config.feedback_epsilon, config.feedback_delta, config.num_messages)
+        return Noise(multiplier=multiplier, clip=config.feedback_clip, key=self.run.store.get(path))
 
     def _move_mix(self) -> None:
         """Takes the newest mix that the island has been given, unless it's of a tier version that the island has left."""

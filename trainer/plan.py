@@ -11,6 +11,7 @@ from manifests.store import Store
 from trainer.assignment import AUTO
 from trainer.config import RunConfig
 from trainer.feed import check_groups
+from trainer.privacy import noise_multiplier
 from trainer.strategies import is_python, known_strategies, load_strategy
 
 
@@ -44,6 +45,10 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     config = RunConfig(run=run, policy=policy, **rows[0], **options)
     if config.group_by:
         check_groups(store, catalog, config)
+    if config.feedback_epsilon > 0:
+        noise_multiplier(
+            config.feedback_epsilon, config.feedback_delta, config.num_messages
+        )  # fails where the accountant is missing
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
     for name in filter(is_python, config.strategies):
         load_strategy(name)

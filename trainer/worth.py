@@ -184,6 +184,6 @@ def worth_by_telling(histories: Mapping[int, Sequence[Feedback]]) -> Worth | Non
     return Worth(
         effectiveness={tier: mean - centre for tier, (mean, _) in known.items()},
         error={tier: error for tier, (_, error) in known.items()},
-        method="online influence",
+        method="telling",
         observations=count,
     )

@@ -237,7 +237,7 @@ def test_with_online_influence_the_mix_moves_by_what_was_measured(tiny_store: St
     assert last["effectiveness_s"] == pytest.approx(0, abs=10 * abs(contributed["total"]))
     assert (last["effectiveness_s"] > 0) == (contributed["total"] > 0)
     mixes = _rows(run, "SELECT parameters FROM mixtures WHERE run = ? AND reason LIKE 'feedback%' ORDER BY written_at")
-    assert json.loads(mixes[-1]["parameters"])["worth"]["method"] == "online influence"
+    assert json.loads(mixes[-1]["parameters"])["worth"]["method"] == "telling"
 
 
 def test_an_adaptive_island_whose_loss_rises_is_held_still_and_that_is_announced(tiny_store: Store) -> None:

@@ -20,6 +20,7 @@ from manifests.store import Store
 from manifests.strategies import strategy_row
 from manifests.tables import append, open_store
 from tools.bench.graded import Documents, deliver_poison, make_graded_store
+from tools.bench.plain import train_plainly
 from tools.bench.turns import train_in_turn
 from trainer.run import Run, create_run
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from trainer.syncer import Syncer
 
 ISLANDS = 4
+START_LR = 4e-3
 LOSS, MOST_LATE = 0.3, 5
 """Share of the feedback messages that are lost, and by how many rounds the others are late at most, where the network is bad."""
 VOCAB_SIZE = 512
@@ -49,7 +51,7 @@ COMMON: dict[str, Any] = {
     "batch_size": 8,
     "sync_every": 12,
     "num_fragments": 2,
-    "lr": 4e-3,
+    "lr": 2e-3,
     "holdout_sequences": 64,
     "checkpoint_cycles": 1000,
     "device": "cpu",
@@ -62,6 +64,8 @@ class Size:
     """How much of everything."""
 
     documents: Documents
+    start_steps: int
+    """Of the plain training on the uniform mix that makes the model that all arms begin with: past the plateau of the first steps, whose length is a matter of luck."""
     steps: int
     test_sequences: int
     seeds: tuple[int, ...]
@@ -70,7 +74,12 @@ class Size:
     @property
     def settings(self) -> dict[str, Any]:
         """What an arm's result depends on beside the arm and the seed."""
-        own = {"documents": asdict(self.documents), "steps": self.steps, "test_sequences": self.test_sequences}
+        own = {
+            "documents": asdict(self.documents),
+            "start_steps": self.start_steps,
+            "steps": self.steps,
+            "test_sequences": self.test_sequences,
+        }
         return own | {"common": COMMON, "model": MODEL, "vocab_size": VOCAB_SIZE}
 
 
@@ -101,13 +110,45 @@ class Point:
 
 
 def make_store(folder: Path, size: Size, seed: int) -> Store:
-    """The graded store of a seed; the one that is there, if it is."""
-    if not folder.exists():
-        part = folder.with_suffix(".part")
-        shutil.rmtree(part, ignore_errors=True)
-        make_graded_store(part, size.documents, vocab_size=VOCAB_SIZE, seed=seed)
-        part.rename(folder)
+    """The graded store of a seed, and beside it the model that its arms begin with; those that are there, if they are."""
+    if not _start(folder).exists():
+        for path in (folder, folder.with_suffix(".part")):
+            shutil.rmtree(path, ignore_errors=True)
+        make_graded_store(folder, size.documents, vocab_size=VOCAB_SIZE, seed=seed)
+        with tempfile.TemporaryDirectory(
+            prefix="atoll-strategies-"
+        ) as scratch:  # arms begin with a store that has no run
+            shutil.copytree(folder, Path(scratch) / "store")
+            _make_start(open_store(str(Path(scratch) / "store")), _start(folder), size, seed)
     return open_store(str(folder))
+
+
+def _start(store: Path) -> Path:
+    return store.with_name(f"{store.name}-start")
+
+
+def _make_start(store: Store, folder: Path, size: Size, seed: int) -> None:
+    from trainer.feed import open_stream
+    from trainer.model import build_model
+    from trainer.plan import configure_run
+    from trainer.strategies import TABLES_READ, decide
+
+    options = COMMON | {"num_islands": 1, "quorum": 1, "steps": size.start_steps, "warmup_steps": 0}
+    config = configure_run(
+        store, run="start", tier_version=1, model=MODEL, strategies=("uniform",), seed=1000 + seed, **options
+    )
+    run = create_run(store, config)
+    catalog = Catalog(store, tables=TABLES_READ)
+    mix = decide(catalog, run="start", island=0, strategy="uniform", tier_version=1, pool=config.pool)
+    model = build_model(config)
+    stream = open_stream(run, Catalog(store), island=0, weights=mix.weights)
+    train_plainly(
+        model, config, [stream], batch_size=2 * config.batch_size, lr=lambda step: START_LR * min(1.0, step / 24)
+    )
+    part = folder.with_suffix(".part")
+    shutil.rmtree(part, ignore_errors=True)
+    model.save_pretrained(part)  # type: ignore[operator]
+    part.rename(folder)
 
 
 def train(arm: Arm, *, seed: int, store: Store, size: Size, out: Path) -> list[Point]:
@@ -121,14 +162,14 @@ def train(arm: Arm, *, seed: int, store: Store, size: Size, out: Path) -> list[P
     with tempfile.TemporaryDirectory(prefix="atoll-strategies-") as folder:
         shutil.copytree(store.root, Path(folder) / "store")
         copy = open_store(str(Path(folder) / "store"))
-        run = _run_of(arm, seed, copy, size)
+        run = _run_of(arm, seed, copy, size, _start(Path(store.root)))
         course = _train(run, arm, seed, size)
         shutil.rmtree(out, ignore_errors=True)
         export_trajectories(copy, [run.name], out, about=f"arm {arm.name} of tools.bench.strategies, seed {seed}")
     return course
 
 
-def _run_of(arm: Arm, seed: int, store: Store, size: Size) -> Run:
+def _run_of(arm: Arm, seed: int, store: Store, size: Size, start: Path) -> Run:
     from trainer.plan import configure_run
     from trainer.tape import prepare_run
 
@@ -149,7 +190,7 @@ def _run_of(arm: Arm, seed: int, store: Store, size: Size) -> Run:
         store,
         run=f"{arm.name}-{seed}".replace(" ", "-").replace("=", "").replace(",", "-"),
         tier_version=1,
-        model=MODEL,
+        model={"path": str(start)},
         strategies=tuple(map(_name, arm.strategies)),
         steps=size.steps,
         seed=seed,
