@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from manifests.catalog import Catalog
 from manifests.check import check as check_tables
 from manifests.errors import AtollError, ObjectMissing
 from manifests.tables import open_store
 from tools.chaos.facts import Contribution, Facts, Finding
-from tools.chaos.ledger import compare_streams, ledger_findings
+from tools.chaos.ledger import compare_streams, ledger_findings, stream_of
 from trainer.model import build_model
 from trainer.quantise import Tensors
 from trainer.run import Run, load_run
@@ -30,14 +30,17 @@ _MEMBER = re.compile(r"members/(\d{4})-(?:\d{3}(?:-left)?|finished)\.json")
 _METRICS = re.compile(r"metrics/[^/]+/\d+-\d+(-\d+)?\.jsonl")
 
 
-def look(store_uri: str, run: str, alike: str | None) -> tuple[Facts, list[Finding]]:
-    """Looks at a run that is over; `alike` is a run of the same data that nothing happened to."""
+def look(
+    store_uri: str, run: str, alike: Mapping[tuple[int, int], str] | None
+) -> tuple[Facts, list[Finding], dict[tuple[int, int], str]]:
+    """Looks at a run that is over; `alike` is the stream of one of the same data that nothing happened to. Also returns the run's own stream (ledger.py)."""
     store = open_store(store_uri)
     catalog = Catalog(store)
     its_run = load_run(store, run, catalog=catalog)
     findings = ledger_findings(catalog, its_run)
+    stream = stream_of(catalog, run)
     if alike is not None:
-        findings += compare_streams(catalog, run, alike)
+        findings += compare_streams(stream, alike)
     found, followed = global_findings(its_run, catalog)
     findings += found
     if followed is not None:
@@ -47,7 +50,7 @@ def look(store_uri: str, run: str, alike: str | None) -> tuple[Facts, list[Findi
     findings += [
         Finding(invariant="tables", what=f"{damage.table}: {damage.finding}") for damage in check_tables(store).damages
     ]
-    return _facts(its_run, catalog, leftovers), findings
+    return _facts(its_run, catalog, leftovers), findings, stream
 
 
 def _facts(run: Run, catalog: Catalog, leftovers: int) -> Facts:

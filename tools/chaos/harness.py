@@ -27,7 +27,7 @@ from tools.output import STDERR
 
 _START_LIMIT_S = 180.0
 HEALTHY, STRUCK = "healthy", "chaos"
-"""The two runs."""
+"""The two runs, each with a store of its own, so that neither finds the other's files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,18 +119,15 @@ def run_chaos(plan: Plan, *, report: Report = report_nothing) -> Result:
             call(_import_all, environment={})
             import_s = time.monotonic() - began
             near = {**server.environment, "ATOLL_CACHE": str(folder / "own-cache")}
-            store_uri = f"s3://{server.bucket}/store"
             local_uri = make_store_apart(folder, plan)
-            call(copy_store, local_uri, store_uri, environment=near)
-            for run in (HEALTHY, STRUCK):
+            stores = {run: f"s3://{server.bucket}/{run}" for run in (HEALTHY, STRUCK)}
+            for run, store_uri in stores.items():
+                call(copy_store, local_uri, store_uri, environment=near)
                 call(prepare, store_uri, run, plan.options(), environment=near)
-            healthy = _one_run(plan, HEALTHY, [], server, store_uri, folder, near, report)
-            struck = _one_run(plan, STRUCK, schedule, server, store_uri, folder, near, report)
-            report("checks", 0, 2)
-            healthy_facts, healthy_findings = call(_look, store_uri, HEALTHY, None, environment=near)
-            report("checks", 1, 2)
-            facts, findings = call(_look, store_uri, STRUCK, HEALTHY, environment=near)
-            report("checks", 2, 2)
+            healthy = _one_run(plan, HEALTHY, [], server, stores[HEALTHY], folder, near, report)
+            healthy_facts, healthy_findings, stream = call(_look, stores[HEALTHY], HEALTHY, None, environment=near)
+            struck = _one_run(plan, STRUCK, schedule, server, stores[STRUCK], folder, near, report)
+            facts, findings, _ = call(_look, stores[STRUCK], STRUCK, stream, environment=near)
     return Result(
         plan=plan,
         healthy=healthy,
@@ -151,7 +148,7 @@ def _make_store(folder: str, num_documents: int) -> str:
     return make_store(Path(folder), num_documents=num_documents, vocab_size=512)
 
 
-def _look(*arguments: Any) -> tuple[Facts, list[Finding]]:
+def _look(*arguments: Any) -> tuple[Facts, list[Finding], dict[tuple[int, int], str]]:
     from tools.chaos.checks import look  # torch
 
     return look(*arguments)
@@ -192,7 +189,7 @@ def _strike(
     """Waits for the run's end, and does the faults of the schedule meanwhile, each at its time."""
     limit_s = 3 * plan.minutes * 60 + 300
     waiting, going, struck = list(schedule), list[tuple[float, Fault, int]](), list[Struck]()
-    total = plan.islands * plan.steps
+    told, total = 0, plan.islands * plan.steps
     while not crew.is_over:
         crew.tend()
         now_s = time.monotonic() - began_s
@@ -206,7 +203,10 @@ def _strike(
             if victim is not None:
                 going.append((now_s + fault.seconds, fault, victim))
                 struck.append(Struck(fault=fault, target=victim, at_s=at_s))
-        report(f"steps of the {run} run", sum(_last_step(role.lives) for role in crew.islands), total)
+        done = sum(_last_step(role.lives) for role in crew.islands)
+        if done != told:
+            report(f"steps, {run} run", done, total)
+            told = done
         if now_s > limit_s:
             raise Failure(f"run {run} doesn't come to its end in {limit_s:.0f} s; {_where(crew)}")
     return struck
