@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,11 +25,11 @@ from typing import Any
 from torch import nn
 
 from manifests.catalog import Catalog
-from manifests.errors import AtollError, ObjectMissing, ObjectTaken
+from manifests.errors import AtollError, ObjectMissing, ObjectTaken, StoreUnreachable
 from manifests.schemas import TIERS
 from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
-from trainer.errands import Inline, Lane
+from trainer.errands import Inline, Lane, Patience
 from trainer.feed import holdout_tokens
 from trainer.feedback import SCALES
 from trainer.gate import GateRules, Judged, cosines_to_others, decide
@@ -688,14 +689,23 @@ class Steward:
         return self._lease.another_lives
 
     def serve(self) -> float | None:
-        """Stands by and holds the role whenever it's free.
+        """Stands by and holds the role whenever it's free. Cut off from the store, it gives the role up and stands by again.
 
         Returns:
             Holdout loss of the final global parameters, nats per token; None: told to stop before.
 
         Raises:
-            AtollError: the store is lost for longer than its retries, or the tape is damaged.
+            AtollError: the store is lost for longer than is borne (errands.py), or the tape is damaged.
         """
+        patience = Patience()
+        while True:
+            try:
+                return self._stand_by()
+            except StoreUnreachable as e:
+                self.emit({"state": "cut off"})
+                patience.bear(e, stopping=self.stopping)
+
+    def _stand_by(self) -> float | None:
         told: str | None = None
         while not self.stopping.is_set():
             loss = finished_loss(self.run)
@@ -743,6 +753,7 @@ class Steward:
         finally:
             over.set()
             thread.join()
-            self._lease.release()
+            with suppress(StoreUnreachable):
+                self._lease.release()
             if metrics is not None:
                 metrics.close()

@@ -102,11 +102,11 @@ class Crew:
             folder: for logs and caches, of which a role's outlives its processes as a disk does.
             islands: how many.
             step_s: how long a step lasts, seconds.
-            has_syncer: whether a process of its own holds the syncer's role; else the islands' processes do.
+            has_syncer: whether a process of its own stands by for the syncer's role, besides the islands' processes.
             environments: by role.
         """
         self._store_uri, self._run, self._folder = store_uri, run, folder
-        self._step_s, self._has_syncer, self._environments = step_s, has_syncer, environments
+        self._step_s, self._environments = step_s, environments
         numbers = range(GLOBAL if has_syncer else 0, islands)
         self.roles = {n: Role(island=n, log=folder / f"{self._label(n)}.log") for n in numbers}
         self.merges: list[Told] = []
@@ -201,7 +201,6 @@ class Crew:
             run=self._run,
             island=role.island,
             step_s=self._step_s,
-            hosts_syncer=not self._has_syncer,
             environment={"ATOLL_CACHE": str(cache), **self._environments[role.island]},
             log=role.log,
             nudges=dict(role.nudges),

@@ -99,9 +99,8 @@ class Faults:
     def begin(self, fault: Fault) -> int | None:
         """Does a fault; returns whom it struck, or None where there was nobody left to strike."""
         target = fault.target
-        if fault.kind == "syncer" and target not in self._crew.roles:
-            leader = self._crew.leader
-            target = leader if leader is not None else 0
+        if fault.kind == "syncer" and self._crew.leader is not None:
+            target = self._crew.leader
         if target == EVERYONE:
             for role in self._crew.roles.values():
                 if not role.finished:

@@ -41,7 +41,7 @@ class Plan:
     seed: int = 0
     kinds: Sequence[str] = DEFAULT_KINDS
     has_syncer: bool = True
-    """Whether a process of its own is the syncer; else the islands' processes hold the role."""
+    """Whether a process of its own stands by for the syncer's role, as the islands' processes do."""
     step_s: float = 0.1
     """How long an inner step lasts on an accelerator that nobody else has."""
     sync_every: int = 32
@@ -68,14 +68,15 @@ class Plan:
         return min(10.0, max(0.5, 0.3 * self.sync_period_s))
 
     def options(self) -> dict[str, Any]:
-        """Of the run's configuration. The mixes are fixed ones, so that an island's data is the same with and without faults, to the token."""
+        """Of the run's configuration. The mixes are fixed ones, so that an island's data is the same with and
+        without faults, to the token; a merge waits long, since islands that were away come back at any moment of a sync period."""
         model = {
             "model_type": "llama", "hidden_size": self.hidden_size, "intermediate_size": 3 * self.hidden_size, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
         }  # fmt: skip
         return {
             "num_islands": self.islands, "strategies": ("balanced", "aggressive", "conservative"), "model": model, "steps": self.steps,
-            "sync_every": self.sync_every, "num_fragments": self.num_fragments, "batch_size": self.batch_size, "seq_len": self.seq_len,
+            "sync_every": self.sync_every, "overlap_steps": self.sync_every, "num_fragments": self.num_fragments, "batch_size": self.batch_size, "seq_len": self.seq_len,
             "lr": 2e-3, "schedule": "cosine", "outer_lr": 1.0, "outer_momentum": 0.0, "max_repeats": 1_000_000, "holdout_sequences": 64,
             "lease_s": self.lease_s, "seed": self.seed, "gate_holdout": 0.02 if "poison" in self.kinds else 0.0,
         }  # fmt: skip

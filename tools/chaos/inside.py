@@ -55,7 +55,6 @@ class Orders:
     run: str
     island: int
     step_s: float
-    hosts_syncer: bool
     environment: Environment
     log: Path
     nudges: Mapping[str, Any]
@@ -96,7 +95,7 @@ def live(status: Connection, commands: Connection, orders: Orders) -> None:
     if orders.island == GLOBAL:
         run_syncer(store, orders.run, emit=emit)
     else:
-        run_island(store, orders.run, orders.island, emit=emit, hosts_syncer=orders.hosts_syncer)
+        run_island(store, orders.run, orders.island, emit=emit)
 
 
 def paced(step: Callable[..., Any], nudges: Nudges, *, step_s: float) -> Callable[..., Any]:

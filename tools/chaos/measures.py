@@ -8,10 +8,12 @@ step), times the rate of the same run without faults. So restarts, steps taken a
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from tools.chaos.crew import Life
 from tools.chaos.facts import Facts
 from tools.chaos.history import History, Struck
 from tools.chaos.schedule import EVERYONE
@@ -54,15 +56,16 @@ def measure(struck: History, healthy: History, facts: Facts, healthy_facts: Fact
     taken = sum(max(step for _, step in struck.steps(island)) for island in struck.islands)
     shares = participation(struck)
     kills = [one for one in struck.struck if one.kills]
+    returns = _returns(struck)
     return Measures(
         goodput=useful / capacity,
         participation=statistics.fmean(shares) if shares else float("nan"),
         merged_share=useful / taken,
         loss_vs_fault_free=facts.holdout_loss / healthy_facts.holdout_loss - 1,
         detect_s=[s for one in kills for s in _detect_s(struck, one)],
-        first_merge_s=_after(struck, [one.at_s for one in struck.struck], [told.at_s for told in struck.merges]),
-        rejoin_s=[times[0] for times in _returns(struck)],
-        caught_up_s=[times[1] for times in _returns(struck)],
+        first_merge_s=_after([one.at_s for one in struck.struck], [told.at_s for told in struck.merges]),
+        rejoin_s=[times[0] for times in returns],
+        caught_up_s=[times[1] for times in returns],
         merged_again_s=_merged_again_s(struck),
         takeover_s=takeovers_s(struck),
         stall_s=longest_gap_s(struck),
@@ -105,13 +108,16 @@ def takeovers_s(history: History) -> list[float]:
     deaths = []
     for role, lives in history.lives.items():
         for life in lives:
-            held = [told for told in history.leaders if told.by == role and told.at_s >= life.began_s]
-            led = held and life.ended_s is not None and held[0].at_s < life.ended_s and life.how != "finished"
-            if led and life.ended_s is not None:
-                last_s = max(told.at_s for told in history.leaders if told.at_s < life.ended_s)
-                if any(told.at_s == last_s and told.by == role for told in history.leaders):
-                    deaths.append(life.ended_s)
-    return _after(history, sorted(deaths), [told.at_s for told in history.leaders])
+            if life.ended_s is None or life.how == "finished":
+                continue
+            last = max(
+                (told for told in history.leaders if told.at_s <= life.ended_s),
+                key=lambda told: told.at_s,
+                default=None,
+            )
+            if last is not None and last.by == role and last.at_s >= life.began_s:
+                deaths.append(life.ended_s)
+    return _after(sorted(deaths), [told.at_s for told in history.leaders])
 
 
 def longest_gap_s(history: History) -> float:
@@ -146,39 +152,43 @@ def _detect_s(history: History, one: Struck) -> list[float]:
 
 
 def _returns(history: History) -> list[tuple[float, float]]:
-    """Of each killed island: from its machine's being back to its first step, and to its first new one."""
+    """Of each killed island: from its machine's being back to its first step, and to its first new one; not where it was killed again before."""
     returns = []
-    for one in history.struck:
-        if not one.kills:
-            continue
-        for island in history.islands:
-            lives = history.lives[island]
-            if not one.strikes(island):
-                continue
-            before = max((step for life in lives if life.began_s < one.at_s for _, step in life.steps), default=0)
-            after = [(at_s, step) for life in lives if life.began_s >= one.at_s for at_s, step in life.steps]
-            new = [at_s for at_s, step in after if step > before]
-            if after and new:
-                returns.append((after[0][0] - one.end_s, new[0] - one.end_s))
+    for one, island, lives in _comebacks(history):
+        before = max(
+            (step for life in history.lives[island] if life.began_s < one.at_s for _, step in life.steps), default=0
+        )
+        after = [(at_s, step) for life in lives for at_s, step in life.steps]
+        new = [at_s for at_s, step in after if step > before]
+        if new:
+            returns.append((after[0][0] - one.end_s, new[0] - one.end_s))
     return returns
 
 
 def _merged_again_s(history: History) -> list[float]:
     found = []
-    for one in history.struck:
-        for island in history.islands:
-            if not (one.kills and one.strikes(island)):
-                continue
-            starts = [life.began_s for life in history.lives[island] if life.began_s >= one.at_s]
-            later = [
-                told.at_s for told in history.merges if starts and island in told.islands and told.at_s > starts[0]
-            ]
-            if later:
-                found.append(later[0] - one.end_s)
+    for one, island, lives in _comebacks(history):
+        ended_s = lives[-1].ended_s or float("inf")
+        later = [
+            told.at_s for told in history.merges if island in told.islands and lives[0].began_s < told.at_s < ended_s
+        ]
+        if later:
+            found.append(later[0] - one.end_s)
     return found
 
 
-def _after(history: History, times_s: Sequence[float], happened_s: Sequence[float]) -> list[float]:
+def _comebacks(history: History) -> Iterator[tuple[Struck, int, list[Life]]]:
+    """Each kill of an island, with the lives that it had between this and the next."""
+    for island in history.islands:
+        kills = [one for one in history.struck if one.kills and one.strikes(island)]
+        for one, next_ in itertools.zip_longest(kills, kills[1:]):
+            until_s = next_.at_s if next_ is not None else float("inf")
+            lives = [life for life in history.lives[island] if one.at_s <= life.began_s < until_s]
+            if lives:
+                yield one, island, lives
+
+
+def _after(times_s: Sequence[float], happened_s: Sequence[float]) -> list[float]:
     """From each time to the next thing that happened."""
     found = []
     for time_s in times_s:
