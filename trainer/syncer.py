@@ -53,7 +53,7 @@ from trainer.tape import (
     snapshots,
     write_snapshot,
 )
-from trainer.wire import CorruptObject, object_hash, pack, pack_parts, unpack_parts
+from trainer.wire import CorruptObject, object_hash, pack, pack_parts, reread, unpack_parts
 
 _POLL_S = 0.05
 _MEMBERS_EVERY_S = 1.0
@@ -236,6 +236,13 @@ class Syncer:
         return done
 
     def _read(self, number: int, island: int, round_: int, path: str) -> Arrived | CorruptObject:
+        try:
+            return self._read_sound(number, island, round_, path)
+        except CorruptObject as e:
+            return e
+
+    @reread
+    def _read_sound(self, number: int, island: int, round_: int, path: str) -> Arrived:
         shapes = self.anatomy.shapes_of(number)
         try:
             parts, said = unpack_parts(self.run.store.get(path), name=path, shapes=shapes)
@@ -246,10 +253,8 @@ class Syncer:
             if not (said.get("tokens", 0) > 0 and said.get("steps", 0) > 0):
                 raise CorruptObject(f"{path} says that no step was taken for it")
             return Arrived(path=path, gradient=dequantise(parts, shapes, said["wire"]), said=said)
-        except CorruptObject as e:
-            return e
         except (ValueError, KeyError) as e:
-            return CorruptObject(f"{path} is not an outer gradient of this fragment: {e}")
+            raise CorruptObject(f"{path} is not an outer gradient of this fragment: {e}") from e
 
     # Whether it's time.
 

@@ -140,7 +140,7 @@ class Faults:
 
     def _spoil(self, target: int, fault: Fault) -> None:
         def on_read(path: str) -> Literal["pass", "corrupt"]:
-            is_hashed = any(folder in path for folder in _HASHED) and "list-type" not in path
+            is_hashed = any(folder in path for folder in _HASHED) and "/tables/" not in path and "list-type" not in path
             return "corrupt" if is_hashed and self._chance.random() < fault.strength else "pass"
 
         self._network.send_through(target, self._network.proxy(on_read=on_read))
