@@ -102,7 +102,10 @@ def global_findings(run: Run, catalog: Catalog) -> tuple[list[Finding], Followed
     for number, fragment in enumerate(remade.fragments):
         if _hash(fragment.outer.parameters) != _hash(followed.parameters[number]):
             findings.append(finding(f"fragment {number} made again differs from the tape's"))
-    views = [*_snapshot_views(run, anatomy), *_island_views(run, catalog, anatomy)]
+    try:
+        views = [*_snapshot_views(run, anatomy), *_island_views(run, catalog, anatomy)]
+    except AtollError as e:
+        return [*findings, finding(str(e))], followed
     for name, number, version, own in views:
         if hashes.get((number, version)) != own:
             findings.append(finding(f"{name}: fragment {number} of version {version} differs from the tape's"))
