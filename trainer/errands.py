@@ -22,8 +22,8 @@ class Patience:
     Only for what is safe to repeat: whether a write took effect isn't known when it fails.
     """
 
-    def __init__(self, *, limit_s: float = PATIENCE_S, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
+    def __init__(self, *, limit_s: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._limit_s, self._clock = PATIENCE_S if limit_s is None else limit_s, clock
         self._since: float | None = None
         self._last = 0.0
         self._pause_s = _PAUSES_S[0]

@@ -30,7 +30,7 @@ from manifests.schemas import TIERS
 from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
 from trainer.errands import Inline, Lane, Patience
-from trainer.feed import holdout_tokens
+from trainer.feed import holdout_tokens, start_catalog
 from trainer.feedback import SCALES
 from trainer.gate import GateRules, Judged, cosines_to_others, decide
 from trainer.lease import Lease
@@ -134,7 +134,7 @@ class Syncer:
         self.model: nn.Module = build_model(config)
         self._model_lock = threading.Lock()
         self.anatomy = anatomy_of(run, self.model)
-        self.holdout = holdout_tokens(run, Catalog(run.store))
+        self.holdout = holdout_tokens(run, start_catalog(run.store))
         self.state: GlobalState = replay(run, self.anatomy)
         self._inboxes = [Inbox() for _ in self.anatomy.fragments]
         self._cursors: dict[int, str] = {}

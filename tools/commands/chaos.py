@@ -67,7 +67,9 @@ def chaos(
     ]
     print_answer(pa.Table.from_pylist(rows), format_)
     for role, how in result.struck.deaths:
-        STDERR.print(f"  died of itself, and came back: {'the syncer' if role < 0 else f'island {role}'}: {how}", markup=False)
+        STDERR.print(
+            f"  died of itself, and came back: {'the syncer' if role < 0 else f'island {role}'}: {how}", markup=False
+        )
     for finding in result.findings:
         STDERR.print(f"  broken: {finding.invariant}: {finding.what}", markup=False)
     if result.findings:
