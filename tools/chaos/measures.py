@@ -104,11 +104,14 @@ _SILENCING = ("kill", "syncer", "machine", "stop", "partition")
 
 
 def takeovers_s(history: History) -> list[float]:
-    """From each death of the process that held the syncer's role to the next one's taking it."""
+    """From each death of the process that held the syncer's role to the next one's taking it; not where all processes were killed, since nobody was left to take it."""
+    machines = [one for one in history.struck if one.fault.kind == "machine"]
     deaths = []
     for role, lives in history.lives.items():
         for life in lives:
             if life.ended_s is None or life.how == "finished":
+                continue
+            if any(one.at_s <= life.ended_s <= one.end_s + 1 for one in machines):
                 continue
             last = max(
                 (told for told in history.leaders if told.at_s <= life.ended_s),
