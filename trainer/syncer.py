@@ -215,10 +215,10 @@ class Syncer:
                 self.run.store.list(self.run.outer_folder(island), after=self._cursors.get(island)),
                 key=lambda info: info.path,
             ):
-                self._cursors[island] = info.path
                 name = _NAME.fullmatch(PurePosixPath(info.path).name)
-                if name is None or int(name[2]) >= len(self._inboxes):
-                    continue
+                if name is None or int(name[2]) >= len(self._inboxes) or int(name[1]) > self.run.config.num_rounds + 1:
+                    continue  # no island's: what these send comes before it, and must not be taken for seen
+                self._cursors[island] = info.path
                 round_, number = int(name[1]), int(name[2])
                 if round_ <= self.state.fragments[number].merged_rounds.get(island, -1):
                     continue
