@@ -7,9 +7,15 @@ from typing import Annotated, Any
 import pyarrow as pa
 import typer
 
-from manifests.errors import Failure, UserError
+from manifests.errors import AtollError, Failure, UserError
 from tools.app import TRAIN, FormatOption, SeedOption, app
 from tools.output import STDERR, Format, print_answer
+
+
+class Interrupted(AtollError):
+    """The user has ended it."""
+
+    exit_code = 130
 
 
 @app.command(rich_help_panel=TRAIN)
@@ -59,8 +65,11 @@ def chaos(
         has_syncer=not hosted,
         step_s=step_s,
     )
-    with progress_report() as report:
-        result = run_chaos(plan, report=report)
+    try:
+        with progress_report() as report:
+            result = run_chaos(plan, report=report)
+    except KeyboardInterrupt:
+        raise Interrupted("interrupted; nothing is left of the runs") from None
     rows: list[dict[str, Any]] = [
         {"figure": name, "value": figure.median, "unit": figure.unit, "meaning": figure.meaning}
         for name, figure in figures_of(result).items()
