@@ -95,6 +95,13 @@ def test_participation_leaves_out_who_can_not_take_part() -> None:
     assert participation(_history(lives, merges=merges, struck=[cut])) == [1, 0.5, 1, 1]
 
 
+def test_who_takes_steps_again_does_not_live_yet() -> None:
+    whole = _life(-1, _steps(1, 120, since_s=0), 121, "finished")
+    merges = [Told(at_s=at_s, by=-1, merge=n, islands=(1,)) for n, at_s in enumerate((39.0, 47.0, 58.0, 60.0))]
+    # Island 0 dies at 40, takes its first new step at 55, and has been there for a sync period at 59.
+    assert participation(_history({0: KILLED.lives[0], 1: [whole]}, merges=merges)) == [0.5, 1, 1, 0.5]
+
+
 def test_takeover_is_from_the_holders_death_to_the_next_holder() -> None:
     lives = {
         -1: [_life(0, [], 10, "killed"), _life(11, [], 50, "finished")],

@@ -79,28 +79,39 @@ def useful_steps(facts: Facts) -> float:
 
 
 def participation(history: History) -> list[float]:
-    """Of each merge, the share of the live islands that are in it. An island lives from a sync period after its first step to its last, but for faults that keep it
-    from training or from the store, and the sync period after each: until it has taken the steps of one, it has nothing to send."""
+    """Of each merge, the share of the live islands that are in it. An island lives once its process has taken new steps for a sync period, until its last step;
+    steps that it takes again after a death are none. While it's stopped or cut off it doesn't, nor in the sync period after."""
+    born = {island: _born_s(history, island) for island in history.islands}
     shares = []
     for told in history.merges:
-        live = {island for island in history.islands if _lives(history, island, told.at_s)} | set(told.islands)
+        live = {island for island in history.islands if _lives(history, island, born[island], told.at_s)} | set(
+            told.islands
+        )
         if live:
             shares.append(len(set(told.islands)) / len(live))
     return shares
 
 
-def _lives(history: History, island: int, at_s: float) -> bool:
-    began_s, ended_s = history.span_s(island)
-    period_s = history.period_s
-    if not (began_s + period_s <= at_s <= ended_s):
+def _born_s(history: History, island: int) -> list[tuple[float, float]]:
+    """Of each process of an island that took a new step, when it took the first, and when its last."""
+    born, before = [], 0
+    for life in history.lives[island]:
+        new = [at_s for at_s, step in life.steps if step > before]
+        before = max([before, *(step for _, step in life.steps)])
+        if new:
+            born.append((new[0], new[-1]))
+    return born
+
+
+def _lives(history: History, island: int, born_s: list[tuple[float, float]], at_s: float) -> bool:
+    if not any(first_s + history.period_s <= at_s <= last_s for first_s, last_s in born_s):
         return False
     return not any(
-        one.strikes(island) and one.fault.kind in _SILENCING and one.at_s <= at_s <= one.end_s + period_s
+        one.strikes(island)
+        and one.fault.kind in ("stop", "partition")
+        and one.at_s <= at_s <= one.end_s + history.period_s
         for one in history.struck
     )
-
-
-_SILENCING = ("kill", "syncer", "machine", "stop", "partition")
 
 
 def takeovers_s(history: History) -> list[float]:
