@@ -92,6 +92,10 @@ def _leave_checkpoint(store: Store) -> None:
     store.put_new(f"runs/{RUN}/islands/0001/checkpoint-000099-000.safetensors", b"x")
 
 
+def _leave_snapshot(store: Store) -> None:
+    store.put_new(f"runs/{RUN}/snapshots/00000005/0000-outer-0123456789abcdef.safetensors", b"x")
+
+
 def _change_received(store: Store) -> None:
     """One island's view of one fragment, with a checkpoint that is sound in itself."""
     row = next(row for row in read(store, "checkpoints").to_pylist() if row["island"] == 1 and row["object"])
@@ -136,6 +140,7 @@ BREACHES: list[tuple[Callable[[Store], None], str]] = [
     (_leave_object, "orphans"),
     (_leave_outer_gradient, "orphans"),
     (_leave_checkpoint, "orphans"),
+    (_leave_snapshot, "orphans"),
     (_change_received, "global state"),
     (_change_merge, "global state"),
     (_lose_outer_gradient, "global state"),

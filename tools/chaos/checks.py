@@ -183,6 +183,7 @@ def orphan_findings(run: Run, catalog: Catalog, followed: Followed | None) -> tu
         if found := re.search(r"members/(\d{4})-(\d{3})\.json$", path):
             incarnations[int(found[1])] = max(incarnations.get(int(found[1]), 0), int(found[2]))
     snapshotted = _snapshot_paths(run)
+    terms = {int(found[1]) for path in paths if (found := _LEASE.fullmatch(path.removeprefix(f"{run.folder}/")))}
     findings, leftovers = [], 0
     for path in sorted(paths):
         inner = path.removeprefix(f"{run.folder}/")
@@ -197,11 +198,10 @@ def orphan_findings(run: Run, catalog: Catalog, followed: Followed | None) -> tu
         if (found := _CHECKPOINT.fullmatch(inner)) and int(found[2]) < incarnations.get(int(found[1]), 0):
             leftovers += 1
             continue
-        if re.fullmatch(r"snapshots/\d{8}/.+", inner) and followed is not None:
-            leftovers += 1
+        if re.fullmatch(r"snapshots/\d{8}/.+", inner) and max(terms, default=0) > 0:
+            leftovers += 1  # a syncer before the last one died at it
             continue
         findings.append(Finding(invariant="orphans", what=f"{path}: nothing refers to it"))
-    terms = {int(found[1]) for path in paths if (found := _LEASE.fullmatch(path.removeprefix(f"{run.folder}/")))}
     if len(terms) > 2:
         findings.append(
             Finding(invariant="orphans", what=f"{len(terms)} terms of the lease are left, not the last two")
