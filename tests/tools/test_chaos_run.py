@@ -9,6 +9,7 @@ from tools.chaos.report import figures_of
 from tools.cli import _run
 
 
+@pytest.mark.timeout(240)  # half a minute on two quiet cores
 def test_killed_and_cut_off_processes_leave_an_exact_ledger_and_one_global_state() -> None:
     plan = Plan(
         minutes=0.1,
