@@ -33,13 +33,13 @@ from tools.app import (
     print_views,
     say_done_before,
 )
-from tools.commands import ask, distill, keep, policy, retier, score, steer, tier, train, watch
+from tools.commands import ask, chaos, distill, keep, policy, retier, score, steer, tier, train, watch
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
-COMMANDS = (ask, distill, keep, policy, retier, score, steer, tier, train, watch)
+COMMANDS = (ask, chaos, distill, keep, policy, retier, score, steer, tier, train, watch)
 """Modules that add their commands by being imported."""
 rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
 app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)

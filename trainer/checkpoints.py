@@ -28,7 +28,7 @@ from trainer.feedback import TierLoss
 from trainer.quantise import Tensors
 from trainer.run import Run
 from trainer.tape import Anatomy
-from trainer.wire import CorruptObject, object_hash, pack, unpack
+from trainer.wire import CorruptObject, object_hash, pack, reread, unpack
 
 
 @dataclass(kw_only=True, slots=True)
@@ -184,6 +184,7 @@ def _lasting(said: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in said.items() if name != "feedback"}, "step_time_s": 0.0}
 
 
+@reread
 def load_island(
     store: Store, row: Mapping[str, Any], *, engine: Engine, anatomy: Anatomy
 ) -> tuple[Progress, dict[int, Drift]]:

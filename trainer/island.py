@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from manifests.catalog import Catalog
-from manifests.errors import ObjectMissing, ObjectTaken
+from manifests.errors import ObjectMissing, ObjectTaken, StoreUnreachable
 from manifests.jobs import canonical_json
 from manifests.questions import question
 from manifests.schemas import TIERS
@@ -45,8 +45,8 @@ from trainer.checkpoints import (
 from trainer.choice import set_apart
 from trainer.drift import Drift, relative_distance
 from trainer.engine import make_engine
-from trainer.errands import Inline, Lane
-from trainer.feed import Feed, holdout_tokens
+from trainer.errands import Inline, Lane, Patience
+from trainer.feed import Feed, holdout_tokens, start_catalog
 from trainer.feedback import SCALES, Feedback, summarise_cycle
 from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.messages import Teller, to_text
@@ -95,7 +95,7 @@ class Island:
         self.emit = emit
         self.metrics = metrics
         config = run.config
-        catalog = Catalog(run.store)
+        catalog = start_catalog(run.store)
         self.holdout = holdout_tokens(run, catalog)
         self.engine = make_engine(config, holdout_NL=self.holdout)
         self._noise = self._open_noise()
@@ -352,14 +352,18 @@ class Island:
         return mean_loss
 
     def _next_sequence(self) -> Sequence:
-        try:
-            return self.feed.stream.next_sequence()
-        except ObjectMissing:
-            # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
-            if self.feed.is_as_it_was:
-                raise
-            self._take_new_data()
-            return self.feed.stream.next_sequence()
+        patience, has_refreshed = Patience(), False
+        while True:
+            try:
+                return self.feed.stream.next_sequence()
+            except StoreUnreachable as e:
+                patience.bear(e)  # without data there is no step; the stream stays where it was
+            except ObjectMissing:
+                # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
+                if self.feed.is_as_it_was or has_refreshed:
+                    raise
+                self._take_new_data()
+                has_refreshed = True
 
     def _receive(self) -> None:
         """Puts merged fragments that have arrived under what the island has learned since (drift.py)."""

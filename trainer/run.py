@@ -95,7 +95,7 @@ def load_run(store: Store, name: str, *, catalog: Catalog | None = None) -> Run:
     Raises:
         UserError: the store has none; the message names those that it has.
     """
-    catalog = catalog or Catalog(store)
+    catalog = catalog or Catalog(store, tables=("runs",))
     rows = catalog.rows("SELECT config, branch FROM runs WHERE run = ?", [name])
     if not rows:
         known = [row["run"] for row in catalog.rows("SELECT run FROM runs ORDER BY written_at")]
