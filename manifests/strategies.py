@@ -25,7 +25,7 @@ def _strategy(
     exploration: float = 0.0,
 ) -> dict[str, Any]:
     columns = dict(zip(("weight_s", "weight_a", "weight_b", "weight_c"), weights or (None,) * 4, strict=True))
-    moving = {"learning_rate": learning_rate, "weight_floor": 0.02, "step_cap": 0.25}
+    moving = {"learning_rate": learning_rate, "weight_floor": 0.02, "step_cap": 0.5}
     return {"strategy": name, **columns, **moving, "reason": "built in", "exploration": exploration}
 
 
@@ -33,7 +33,7 @@ BUILT_IN = [
     _strategy("aggressive", (0.4, 0.4, 0.2, 0.0)),
     _strategy("balanced", (0.2, 0.4, 0.3, 0.1)),
     _strategy("conservative", (0.1, 0.3, 0.4, 0.2)),
-    _strategy(ADAPTIVE, (0.2, 0.4, 0.3, 0.1), learning_rate=0.3, exploration=0.25),
+    _strategy(ADAPTIVE, (0.2, 0.4, 0.3, 0.1), learning_rate=0.5, exploration=0.25),
     # No weights: every tier by its size.
     _strategy(UNIFORM, None),
 ]

@@ -26,7 +26,7 @@ from trainer.plan import configure_run
 from trainer.strategies import TABLES_READ, Seen, decide
 from trainer.worth import Worth
 
-STEP_CAP, WEIGHT_FLOOR = 0.25, 0.02
+STEP_CAP, WEIGHT_FLOOR = 0.5, 0.02
 _EFFECTIVENESS = st.fixed_dictionaries(
     {tier: st.one_of(st.none(), st.floats(-5, 5), st.just(math.nan), st.just(math.inf)) for tier in TIERS}
 )
@@ -148,13 +148,13 @@ def test_the_mix_moves_towards_the_effective_tier(tables: Tables) -> None:
 def test_a_step_worked_out_by_hand(tables: Tables, told: bool) -> None:
     # Between the tiers the variance is 0.05² = 0.0025, the errors' mean square (0.01 + 0.0025) / 2 = 0.00625: s = 0.093541.
     # Hoped for are 0.1 + 0.25 · 0.05 = 0.1125 and 0 + 0.25 · 0.1 = 0.025, 0.04375 from their mean, which is 0.467707 s.
-    # exp(0.3 · ±0.467707) = 1.150632, 0.869088; C was not measured and keeps its weight before normalising.
+    # exp(0.5 · ±0.467707) = 1.263461, 0.791477; C was not measured and keeps its weight before normalising.
     previous = {"S": 0.5, "A": 0.25, "B": 0.0, "C": 0.25}
     effectiveness = {"S": 0.1, "A": 0.0, "B": None, "C": None}
     error = {"S": 0.05, "A": 0.1, "B": None, "C": None}
     moved = tables.weights(ADAPTIVE, previous, effectiveness, error, told=told)
-    total = 0.5 * 1.150632 + 0.25 * 0.869088 + 0.25
-    expected = {"S": 0.5 * 1.150632 / total, "A": 0.25 * 0.869088 / total, "B": 0, "C": 0.25 / total}
+    total = 0.5 * 1.263461 + 0.25 * 0.791477 + 0.25
+    expected = {"S": 0.5 * 1.263461 / total, "A": 0.25 * 0.791477 / total, "B": 0, "C": 0.25 / total}
     assert moved == pytest.approx(expected, rel=1e-5)
 
 

@@ -66,7 +66,12 @@ POISONED = replace(ADAPTIVE, name="adaptive poisoned", is_poisoned=True)
 FIXED_POISONED = replace(STRATEGIES[0], name="aggressive poisoned", is_poisoned=True)
 LOSSY = replace(ADAPTIVE, name="adaptive lossy", is_lossy=True)
 ONLINE = replace(ADAPTIVE, name="adaptive online", more=(("online_influence", True), ("online_refresh", 16)))
-ARMS = [UNIFORM, *STRATEGIES, HETERO, MEAN, *GRID, ADAPTIVE, POISONED, FIXED_POISONED, LOSSY, ONLINE]
+BUDGETS = (1.0, 4.0, 10.0, 1e6)
+"""ε of differential privacy; at the last one there's no noise to speak of."""
+PRIVATE = [
+    replace(ADAPTIVE, name=f"adaptive, ε = {epsilon:g}", more=(("feedback_epsilon", epsilon),)) for epsilon in BUDGETS
+]
+ARMS = [ADAPTIVE, UNIFORM, POISONED, *GRID, LOSSY, *STRATEGIES, HETERO, MEAN, FIXED_POISONED, ONLINE, *PRIVATE]
 _QUICK_ARMS = [UNIFORM, STRATEGIES[0], HETERO, MEAN, GRID[1], ADAPTIVE, POISONED, LOSSY]
 
 
@@ -78,7 +83,11 @@ class Results:
 
     def out(self, arm: Arm, seed: int) -> Path:
         """Where an arm's trajectory lies."""
-        return self.folder / "trajectories" / f"{arm.name.replace(' ', '-').replace('=', '').replace(',', '-')}-{seed}"
+        return (
+            self.folder
+            / "trajectories"
+            / f"{arm.name.replace(' ', '-').replace('=', '').replace(',', '-').replace('ε', 'epsilon')}-{seed}"
+        )
 
     def course(self, arm: Arm, seed: int) -> list[Point] | None:
         """What it has come to; None: it hasn't been run, or with other settings."""
@@ -235,6 +244,12 @@ def _figures(results: Results, arms: Sequence[Arm]) -> dict[str, Figure | str]:
             "adaptive online",
             "adaptive",
             "tiers told apart by online influence / by regression over islands and cycles",
+        )
+    for arm in PRIVATE[:-1] if PRIVATE[0] in arms else ():
+        figures[f"{arm.name}, vs no noise"] = ratio(
+            arm.name,
+            PRIVATE[-1].name,
+            f"with feedback under that budget (δ = 1e-5) / under {BUDGETS[-1]:g}, which hides nothing",
         )
     if FIXED_POISONED in arms:
         figures["poisoned_vs_fixed"] = ratio(

@@ -188,7 +188,7 @@ def _run_of(arm: Arm, seed: int, store: Store, size: Size, start: Path) -> Run:
             append(store, "strategies", [row])
     config = configure_run(
         store,
-        run=f"{arm.name}-{seed}".replace(" ", "-").replace("=", "").replace(",", "-"),
+        run=f"{arm.name}-{seed}".replace(" ", "-").replace("=", "").replace(",", "-").replace("ε", "epsilon"),
         tier_version=1,
         model={"path": str(start)},
         strategies=tuple(map(_name, arm.strategies)),
