@@ -39,7 +39,7 @@ from tools.bench.strategies_arms import (
 )
 from tools.output import STDERR
 
-FOLDER = "ATOLL_BENCH_FOLDER"
+FOLDER, MORE_ARMS = "ATOLL_BENCH_FOLDER", "ATOLL_BENCH_MORE"
 FULL = Size(
     documents=Documents(holdout=500, s=900, a=1800, b=1800, c=3000),
     start_steps=600,
@@ -60,7 +60,7 @@ STRATEGIES = [Arm(name=name, strategies=(name,)) for name in ("aggressive", "bal
 HETERO = Arm(name="heterogeneous", strategies=("aggressive", "balanced", "conservative", "balanced"))
 MEAN = Arm(name="its mean", strategies=("S=.225,A=.375,B=.3,C=.1",))
 """The one mix that the heterogeneous islands have on the mean."""
-GRID = [Arm(name=mix, strategies=(mix,)) for mix in ("S=1", "S=.8,A=.2", "S=.6,A=.4", "S=.4,A=.6", "S=.6,A=.2,B=.2")]
+GRID = [Arm(name=mix, strategies=(mix,)) for mix in ("S=.8,A=.2", "S=.6,A=.4", "S=.4,A=.6")]
 ADAPTIVE = Arm(name="adaptive", strategies=("adaptive",))
 POISONED = replace(ADAPTIVE, name="adaptive poisoned", is_poisoned=True)
 FIXED_POISONED = replace(STRATEGIES[0], name="aggressive poisoned", is_poisoned=True)
@@ -71,8 +71,10 @@ BUDGETS = (1.0, 4.0, 10.0, 1e6)
 PRIVATE = [
     replace(ADAPTIVE, name=f"adaptive, ε = {epsilon:g}", more=(("feedback_epsilon", epsilon),)) for epsilon in BUDGETS
 ]
-ARMS = [ADAPTIVE, UNIFORM, POISONED, *GRID, LOSSY, *STRATEGIES, HETERO, MEAN, FIXED_POISONED, ONLINE, *PRIVATE]
-_QUICK_ARMS = [UNIFORM, STRATEGIES[0], HETERO, MEAN, GRID[1], ADAPTIVE, POISONED, LOSSY]
+ARMS = [ADAPTIVE, UNIFORM, POISONED, *GRID, LOSSY, *STRATEGIES, HETERO, MEAN]
+MORE = [FIXED_POISONED, ONLINE, *PRIVATE]
+"""Arms that ATOLL_BENCH_MORE=1 adds: half as many runs again."""
+_QUICK_ARMS = [UNIFORM, STRATEGIES[0], HETERO, MEAN, GRID[0], ADAPTIVE, POISONED, LOSSY]
 
 
 class Results:
@@ -121,7 +123,7 @@ class Results:
 
 def measure(quick: bool) -> Mapping[str, Figure | str]:
     """Runs all arms for every seed, or takes them from the folder where they are done."""
-    size, arms = (QUICK, _QUICK_ARMS) if quick else (FULL, ARMS)
+    size, arms = (QUICK, _QUICK_ARMS) if quick else (FULL, [*ARMS, *MORE] if os.environ.get(MORE_ARMS) else ARMS)
     with _folder() as folder:
         results = Results(folder, size)
         _run(results, arms)
@@ -312,7 +314,7 @@ BENCHMARK = Benchmark(
         f"{ISLANDS} islands and a syncer in turn, a model of 0.08 M parameters, equal tokens (0.74 M) in every arm, from a model that was trained plainly on the uniform mix (0.6 M tokens). S is real leads of Wikipedia (9 % of the tokens), A rephrasings of others as FAQ, tables, tutorials and "
         "maths, B boilerplate, C scrambled and noisy text; no document was made from one of another tier or of the holdout (tools/bench/graded.py). Every loss is on 192 sequences of held-out leads that no "
         "island measures itself on. Uniform reads every tier by its size.",
-        "The fixed mixes are the strategies and a grid of mixes of S, A and B; the best of them is chosen by the mean loss over the seeds. A bad delivery is a tier version, made half-way, in which the documents of S "
+        "The fixed mixes are the strategies and a grid of mixes of S and A; the best of them is chosen by the mean loss over the seeds. A bad delivery is a tier version, made half-way, in which the documents of S "
         "and C have changed places; islands go over to it at their next round's edge.",
     ),
 )
