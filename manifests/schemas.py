@@ -502,7 +502,12 @@ _SPECS = [
             _field("loss", pa.float64(), "mean training loss of the segment", null=True, unit="nats per token"),
             _field("holdout_loss", pa.float64(), "loss on the holdout", null=True, unit="nats per token"),
             _AT,
-            _field("inputs", _TEXT, "what came from outside in the round: merges received, by step, JSON", null=True),
+            _field(
+                "inputs",
+                _TEXT,
+                "what came from outside in the round: merges received, by step, and noise in what was told, JSON",
+                null=True,
+            ),
         ],
         version=2,
     ),

@@ -28,7 +28,7 @@ from trainer.checkpoints import messages_told
 from trainer.lease import Lease
 from trainer.members import members
 from trainer.metrics import read_metrics
-from trainer.privacy import noise_multiplier, spent_epsilon
+from trainer.privacy import feedback_budget
 from trainer.run import GLOBAL, load_run
 
 WINDOW = 50
@@ -88,6 +88,8 @@ class IslandView:
     """Last sign of life, seconds since the epoch."""
     incarnations: int
     """Times that it was started."""
+    epsilon_spent: float | None
+    """What its feedback has cost of its privacy budget. None: it has none, or the accountant isn't installed here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,10 +119,10 @@ class View:
     holdout_at: float | None
     unreadable: int
     """Lines of the metrics that couldn't be read."""
-    epsilon_spent: float | None
-    """Differential privacy of the feedback: what the island that has told most has spent of `epsilon`, at `delta`; None: nothing is hidden, or the accountant isn't installed here."""
-    epsilon: float | None
-    delta: float | None
+    feedback_epsilon: float | None
+    """Privacy budget of each island's feedback; None: none was asked for."""
+    feedback_delta: float | None
+    """… at this delta."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -187,6 +189,10 @@ class Watcher:
             UserError: the store has no such run.
         """
         self.run = load_run(store, run_name)
+        try:
+            self._budget = feedback_budget(self.run.config)
+        except UserError:
+            self._budget = None  # the run can be looked at without the accountant
         self._clock = clock
         self._catalog_every_s = catalog_every_s
         self._asked_at: float | None = None
@@ -283,6 +289,7 @@ class Watcher:
         shares = [merge.islands / max(merge.live or len(islands), merge.islands, 1) for merge in last]
         took_s = last[-1].at - last[0].at if last else 0.0
         holdout_at, holdout_loss = self._holdout
+        config = self.run.config
         return View(
             run=self.run.name,
             has_finished=finished is not None,
@@ -299,21 +306,9 @@ class Watcher:
             holdout_loss=holdout_loss,
             holdout_at=holdout_at if holdout_loss is not None else None,
             unreadable=self._unreadable,
-            epsilon_spent=self._epsilon_spent(),
-            epsilon=self.run.config.feedback_epsilon or None,
-            delta=self.run.config.feedback_delta if self.run.config.feedback_epsilon else None,
+            feedback_epsilon=config.feedback_epsilon or None,
+            feedback_delta=config.feedback_delta if config.feedback_epsilon else None,
         )
-
-    def _epsilon_spent(self) -> float | None:
-        config = self.run.config
-        if config.feedback_epsilon == 0:
-            return None
-        told = max((messages_told(self.run, row["round"]) for row in self._checkpoints.values()), default=0)
-        try:
-            multiplier = noise_multiplier(config.feedback_epsilon, config.feedback_delta, config.num_messages)
-            return spent_epsilon(multiplier, config.feedback_delta, told)
-        except UserError:
-            return None
 
     def _quarantined_by_events(self) -> list[int]:
         return sorted(
@@ -366,6 +361,10 @@ class Watcher:
                 checkpoint["incarnation"] + 1 if checkpoint is not None else 0,
                 joined["events"] if joined is not None else 0,
             ),
+            # A message leaves once the round that it closes is on record.
+            epsilon_spent=self._budget.spent(messages_told(self.run, checkpoint["round"] if checkpoint else 0))
+            if self._budget is not None
+            else None,
         )
 
     def _state(self, island: int, heard: _Heard, seen_at: float | None, *, has_step: bool) -> str:
@@ -552,7 +551,21 @@ def table(view: View, now: float, error: AtollError | None = None) -> Renderable
     shown = Table(title=Text(_headline(view, now)), title_justify="left")
     mix = f"mix {'/'.join(TIERS)}" if has_tiers else "mix"
     link = ("sent", "received") if has_link else ()
-    for name in ("island", "state", "step", "loss", "tokens/s", "strategy", mix, "behind", *link, "seen", "starts"):
+    budget = ("ε spent",) if view.feedback_epsilon is not None else ()
+    for name in (
+        "island",
+        "state",
+        "step",
+        "loss",
+        "tokens/s",
+        "strategy",
+        mix,
+        "behind",
+        *link,
+        *budget,
+        "seen",
+        "starts",
+    ):
         shown.add_column(name, justify="left" if name in ("state", "strategy", mix) else "right")
     for island in view.islands:
         has_rate = island.tokens_per_s is not None and island.state not in _WITHOUT_RATE
@@ -567,6 +580,7 @@ def table(view: View, now: float, error: AtollError | None = None) -> Renderable
             _mix(island.mix, has_tiers=has_tiers),
             str(island.merges_behind) if island.merges_behind is not None else "",
             *(carried if has_link else ()),
+            *((_spent(island, view),) if budget else ()),
             f"{_span(now - island.seen_at)} ago" if island.seen_at is not None else "",
             str(island.incarnations),
         )
@@ -581,7 +595,8 @@ def line(view: View, now: float, error: AtollError | None = None) -> str:
     for island in view.islands:
         state = "" if island.state == "training" else f" {island.state.replace('_', ' ')}"
         loss = f" loss {island.loss:.3f}" if island.loss is not None else ""
-        parts.append(f"island {island.island}{state} step {island.step}/{island.steps}{loss}")
+        spent = f" ε {_spent(island, view)}" if view.feedback_epsilon is not None else ""
+        parts.append(f"island {island.island}{state} step {island.step}/{island.steps}{loss}{spent}")
     return _printable(" | ".join([_headline(view, now), "; ".join(parts), *_remarks(view, error)]))
 
 
@@ -611,17 +626,28 @@ def _holder(view: View, now: float) -> str:
     return f"held by {view.syncer}{seen}"
 
 
+def _spent(island: IslandView, view: View) -> str:
+    spent = f"{island.epsilon_spent:.3g}" if island.epsilon_spent is not None else "?"
+    return f"{spent}/{view.feedback_epsilon:g}"
+
+
 def _remarks(view: View, error: AtollError | None) -> list[str]:
     remarks = []
+    if view.feedback_epsilon is not None:
+        said = (
+            ""
+            if all(island.epsilon_spent is not None for island in view.islands)
+            else "; `pip install 'atoll[privacy]'` says how much is spent"
+        )
+        remarks.append(
+            f"feedback: each island's may cost ε = {view.feedback_epsilon:g} at δ = {view.feedback_delta:g}{said}"
+        )
     if view.kept_out:
         remarks.append(f"kept out of the last {min(view.merges, WINDOW)} merges: {view.kept_out} outer gradients")
     if view.refused:
         remarks.append(f"refused: {view.refused} objects that are no outer gradients, or damaged")
     if view.quarantined:
         remarks.append(f"in quarantine: island {', '.join(map(str, view.quarantined))}")
-    if view.epsilon is not None:
-        spent = f"{view.epsilon_spent:.3g}" if view.epsilon_spent is not None else "? (dp-accounting isn't installed)"
-        remarks.append(f"privacy of the feedback: {spent} of ε = {view.epsilon:g} spent, δ = {view.delta:g}")
     if view.unreadable:
         remarks.append(f"metrics: {view.unreadable} lines can't be read")
     if error is not None:

@@ -12,7 +12,7 @@ import copy
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import xxhash
@@ -25,6 +25,7 @@ from manifests.tables import append, read
 from trainer.drift import Drift, Sent
 from trainer.engine import Engine
 from trainer.feedback import TierLoss
+from trainer.privacy import ToldLoss
 from trainer.quantise import Tensors
 from trainer.run import Run
 from trainer.tape import Anatomy
@@ -44,9 +45,11 @@ class Progress:
     merge: int = 0
     """Last merge of the tape that has been received."""
     sequence: int = 0
-    """Feedback messages sent."""
+    """Feedback messages made."""
     tier_losses: dict[str, TierLoss] = field(default_factory=dict)
     """Training loss by tier in the outer cycle before; what `adaptive` compares with."""
+    centres: dict[str, float] = field(default_factory=dict)
+    """What losses are clipped around, by tier, where feedback is private."""
     cycle_losses: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
     """Loss of every sequence of the outer cycle so far, by tier: a cycle may outlive its process."""
     cycle_contributions: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
@@ -66,16 +69,24 @@ class Inputs:
     """Step before which merges were put in place, and the last of them; of the island's first round also what it joined with."""
     sent: bool = True
     """Whether the fragment that was due went out; not where the one before it was still waiting for the link."""
+    told: Mapping[str, ToldLoss] | None = None
+    """What the round's feedback said of losses by tier, where that has noise: nobody draws it a second time, which would cost privacy again."""
 
     def to_json(self) -> str:
         """As the tables keep it."""
-        return json.dumps({"receipts": self.receipts, "sent": self.sent})
+        told = {} if self.told is None else {"told": {tier: asdict(loss) for tier, loss in self.told.items()}}
+        return json.dumps({"receipts": self.receipts, "sent": self.sent, **told})
 
     @staticmethod
     def from_json(text: str) -> Inputs:
         """What `to_json` wrote."""
         loaded = json.loads(text)
-        return Inputs(receipts=[(step, merge) for step, merge in loaded["receipts"]], sent=loaded["sent"])
+        told = loaded.get("told")
+        return Inputs(
+            receipts=[(step, merge) for step, merge in loaded["receipts"]],
+            sent=loaded["sent"],
+            told=None if told is None else {tier: ToldLoss(**loss) for tier, loss in told.items()},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,6 +176,7 @@ def pack_island(
         "merge": progress.merge,
         "sequence": progress.sequence,
         "tier_losses": {tier: [known.mean, known.error] for tier, known in progress.tier_losses.items()},
+        "centres": progress.centres,
         "cycle_losses": progress.cycle_losses,
         "cycle_contributions": progress.cycle_contributions,
     }

@@ -124,13 +124,14 @@ class RunConfig:
     """Mean Jensen-Shannon divergence that adaptive islands are set apart by at least, nats; the less is known, the further: what no island tries, none learns. 0: they aren't."""
     feedback_rounds: int = 0
     """Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle, which is P."""
-    feedback_epsilon: float = 0.0
-    """Budget of differential privacy of all that an island tells of its training losses (privacy.py); 0: told as they are."""
-    feedback_delta: float = 1e-5
-    feedback_clip: float = 0.5
-    """With a budget: largest distance of a sequence's loss from where it's expected that counts, nats."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
+    feedback_epsilon: float = 0.0
+    """Differential privacy of feedback: what all of an island's messages together may cost (ε), for one sequence of every outer cycle (privacy.py). 0: none."""
+    feedback_delta: float = 1e-5
+    """… and its δ."""
+    feedback_clip: float = 1.0
+    """… for which a sequence's loss counts up to so far from what is known of its tier, nats per token."""
     holdout_sequences: int = 64
     """Sequences of the holdout that a loss is measured on."""
     policy: str = ""
@@ -204,8 +205,8 @@ class RunConfig:
             "gate_norm",
             "gate_holdout",
             "feedback_rounds",
-            "feedback_epsilon",
             "feedback_bytes",
+            "feedback_epsilon",
             "min_diversity",
         ):
             if not getattr(self, name) >= 0:
@@ -213,16 +214,15 @@ class RunConfig:
         for name, low, high in (("grace", 0, 1), ("keep", 0, 1), ("gate_cosine", -1, 1)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
-        if self.feedback_epsilon > 0:
-            if not 0 < self.feedback_delta < 1:
-                raise UserError(f"feedback_delta is {self.feedback_delta}; it must lie between 0 and 1")
-            if not self.feedback_clip > 0:
-                raise UserError(f"feedback_clip is {self.feedback_clip}; it must be above 0")
-            if self.online_influence:
-                raise UserError(
-                    "online_influence would tell what sequences contribute without noise; a run with feedback_epsilon goes without"
-                )
-        for name in ("max_distance", "lease_s"):
+        if self.feedback_epsilon > 0 and self.online_influence:
+            raise UserError(
+                "online_influence tells what sequences contribute, without noise; a run with feedback_epsilon goes without"
+            )
+        if self.feedback_epsilon == math.inf:
+            raise UserError("feedback_epsilon is inf; 0 is feedback without noise")
+        if not 0 < self.feedback_delta < 1:
+            raise UserError(f"feedback_delta is {self.feedback_delta}; it must lie between 0 and 1, both excluded")
+        for name in ("max_distance", "lease_s", "feedback_clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name, known in _CHOICES.items():
@@ -250,11 +250,6 @@ class RunConfig:
         return self.overlap_steps or max(1, self.sync_every // 2)
 
     @property
-    def num_messages(self) -> int:
-        """Feedback messages of an island in the whole run."""
-        return -(-self.num_rounds // self.told_rounds)
-
-    @property
     def told_rounds(self) -> int:
         """Rounds that a feedback message is of."""
         return self.feedback_rounds or self.num_fragments
@@ -263,6 +258,11 @@ class RunConfig:
     def num_rounds(self) -> int:
         """Rounds of the whole run."""
         return self.steps // self.round_steps
+
+    @property
+    def num_messages(self) -> int:
+        """Feedback messages that an island has to tell in the whole run; the last may be of fewer rounds."""
+        return -(-self.num_rounds // self.told_rounds)
 
     def weights_of(self, island: int) -> Mapping[str, float] | None:
         """The share of each group of an island, where the mix isn't one of the tiers."""

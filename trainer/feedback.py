@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
 from manifests.schemas import TIERS
 from trainer.messages import Levels, Scale
+from trainer.privacy import ToldLoss
 
 
 def _error(name: str) -> str:
@@ -159,24 +160,74 @@ def summarise_cycle(
         upload_bps: of the cycle's outer gradients, bits per second; None: none went out.
         latency_s: of a small request; None: not measured.
     """
-    now = {tier: TierLoss.of(losses) for tier, losses in losses_by_tier.items() if losses}
-    known = [tier for tier in now if tier in previous]
-    descents = {tier: previous[tier].mean - now[tier].mean for tier in known}
-    errors = {tier: math.hypot(previous[tier].error, now[tier].error) for tier in known}
-    measured = {tier: TierLoss.of(sums) for tier, sums in contributions_by_tier.items() if sums}
-    effectiveness = {tier: one.mean for tier, one in measured.items()} if measured else descents
-    effectiveness_error = {tier: one.error for tier, one in measured.items()} if measured else errors
     rate, error = _log_slope(losses_by_tier)
-    message = Feedback(
-        loss_trend=-fmean(descents.values()) if known else None,
+    message, losses = _compare(
+        {tier: TierLoss.of(losses) for tier, losses in losses_by_tier.items() if losses},
+        previous,
         convergence_rate=rate,
         convergence_error=error,
         generalization_gap=holdout_loss - loss,
-        effectiveness={tier: effectiveness.get(tier) for tier in TIERS},
-        effectiveness_error={tier: effectiveness_error.get(tier) for tier in TIERS},
         step_time_s=median(step_times_s) if step_times_s else None,
         upload_bps=upload_bps,
         latency_s=latency_s,
+    )
+    contributed = {tier: TierLoss.of(sums) for tier, sums in contributions_by_tier.items() if sums}
+    if contributed:
+        message = replace(
+            message,
+            effectiveness={tier: contributed[tier].mean if tier in contributed else None for tier in TIERS},
+            effectiveness_error={tier: contributed[tier].error if tier in contributed else None for tier in TIERS},
+        )
+    return message, losses
+
+
+def summarise_told(
+    told: Mapping[str, ToldLoss],
+    *,
+    holdout_loss: float,
+    previous: Mapping[str, TierLoss],
+    step_times_s: Sequence[float],
+    upload_bps: float | None,
+    latency_s: float | None,
+) -> tuple[Feedback, dict[str, TierLoss]]:
+    """`summarise_cycle` where training losses are told under differential privacy: of nothing but the noised means, which is why it costs no more than these.
+
+    The gap is that to the whole cycle's mean loss here, and the slope within the cycle isn't known.
+
+    Args:
+        told: what may be known of the cycle's losses, by tier.
+        holdout_loss: measured at its end.
+        previous: what this function returned for the cycle before, or nothing.
+        step_times_s: time of every inner step.
+        upload_bps: of the cycle's outer gradients, bits per second; None: none went out.
+        latency_s: of a small request; None: not measured.
+    """
+    total = sum(loss.sequences for loss in told.values())
+    mean = math.fsum(loss.mean * loss.sequences for loss in told.values()) / total if total else None
+    return _compare(
+        {tier: TierLoss(mean=loss.mean, error=loss.error) for tier, loss in told.items()},
+        previous,
+        convergence_rate=None,
+        convergence_error=None,
+        generalization_gap=holdout_loss - mean if mean is not None else None,
+        step_time_s=median(step_times_s) if step_times_s else None,
+        upload_bps=upload_bps,
+        latency_s=latency_s,
+    )
+
+
+def _compare(
+    now: dict[str, TierLoss], previous: Mapping[str, TierLoss], **more: float | None
+) -> tuple[Feedback, dict[str, TierLoss]]:
+    """What follows from the losses by tier of a cycle and of those before it, and the rest of the message."""
+    known = [tier for tier in now if tier in previous]
+    descents = {tier: previous[tier].mean - now[tier].mean for tier in known}
+    errors = {tier: math.hypot(previous[tier].error, now[tier].error) for tier in known}
+    message = Feedback(
+        loss_trend=-fmean(descents.values()) if known else None,
+        effectiveness={tier: descents.get(tier) for tier in TIERS},
+        effectiveness_error={tier: errors.get(tier) for tier in TIERS},
+        **more,
     )
     return message, dict(previous) | now
 

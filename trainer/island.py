@@ -7,21 +7,21 @@ slow for a sending keeps its fragment's steps for the next one.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
+import random
 import socket
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from manifests.catalog import Catalog
-from manifests.errors import ObjectMissing, ObjectTaken, StoreUnreachable
+from manifests.errors import ObjectMissing, StoreUnreachable
 from manifests.jobs import canonical_json
 from manifests.questions import question
 from manifests.schemas import TIERS
@@ -47,12 +47,12 @@ from trainer.drift import Drift, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane, Patience
 from trainer.feed import Feed, holdout_tokens, start_catalog
-from trainer.feedback import SCALES, Feedback, summarise_cycle
+from trainer.feedback import SCALES, Feedback, summarise_cycle, summarise_told
 from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.messages import Teller, to_text
 from trainer.metrics import Metrics
 from trainer.model import learning_rate
-from trainer.privacy import KEY_BYTES, Noise, noise_multiplier, summarise_privately
+from trainer.privacy import ToldLoss, feedback_budget, tell_losses
 from trainer.receiver import Follower, Receipt, Receiver
 from trainer.recorder import SpanRecorder
 from trainer.records import RecordKeeper, Round, Sending
@@ -88,7 +88,7 @@ class Island:
             in_background: False: the store is waited for, and looked at once a round; for what must come out the same every time.
 
         Raises:
-            AtollError: the run's data can't be read, or the checkpoint is damaged.
+            AtollError: the run's data can't be read, the checkpoint is damaged, or the run needs what isn't installed.
         """
         self.run = run
         self.island = island
@@ -98,7 +98,6 @@ class Island:
         catalog = start_catalog(run.store)
         self.holdout = holdout_tokens(run, catalog)
         self.engine = make_engine(config, holdout_NL=self.holdout)
-        self._noise = self._open_noise()
         self.anatomy = anatomy_of(run, self.engine.model)
         self.rights = island_rights(config, catalog, island).both
         self.incarnation = claim_incarnation(run, island)
@@ -108,6 +107,8 @@ class Island:
         self._teller = Teller(
             scales=SCALES, island=island, incarnation=self.incarnation, budget_bytes=config.feedback_bytes
         )
+        self._budget = feedback_budget(config)
+        self._told: Mapping[str, ToldLoss] | None = None
         self._untold: deque[tuple[int, Feedback]] = deque(maxlen=_MOST_UNTOLD)
         self._given: GivenMix | None = None
         self._receiver: Receiver | None = None
@@ -280,13 +281,14 @@ class Island:
                 return
             self._spans.take(run=self.run.name, island=self.island, incarnation=self.incarnation, checkpoint=b"")
             self.progress.round += 1
+            self._told = inputs.told
             self._end_round(sum(losses) / len(losses), again=Mixture.from_json(row["mixture"]))
             if inputs.sent:
                 sending, _ = self._send_due(row["checkpoint"])
                 if sending is not None:
                     self._keeper.send(sending)
             self._parent = row["checkpoint"]
-            self._receipts = []
+            self._receipts, self._told = [], None
             self._complete(row)
 
     def _complete(self, row: dict[str, Any]) -> None:
@@ -309,6 +311,9 @@ class Island:
         progress = self.progress
         progress.round, progress.step = row["round"], row["step"]
         progress.sequence = messages_told(self.run, progress.round)
+        # They're told of already, or not whole.
+        progress.cycle_losses = {tier: [] for tier in TIERS}
+        progress.cycle_contributions = {tier: [] for tier in TIERS}
         progress.tier_tokens = {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
         self.mixture = Mixture.from_json(row["mixture"])
         self.feed.close()
@@ -419,7 +424,7 @@ class Island:
             parent=self._parent,
             clock=[drift.version for _, drift in sorted(self.drifts.items())],
             progress=progress,
-            inputs=Inputs(receipts=self._receipts, sent=sent),
+            inputs=Inputs(receipts=self._receipts, sent=sent, told=self._told),
             is_whole=whole is not None,
             stream_state=self.feed.state(),
             mixture=self.mixture,
@@ -434,7 +439,7 @@ class Island:
             self._bulk.add(lambda: self._store_whole(whole))
             self._replaceable = whole.path if not row["anchor"] else None
         self._parent = identity
-        self._receipts = []
+        self._receipts, self._told = [], None
         self._note_repeats()
         self._note(
             "round",
@@ -594,44 +599,42 @@ class Island:
         """Makes the feedback message of an outer cycle, which goes out with the next outer gradient."""
         progress = self.progress
         progress.sequence += 1
-        if self._noise is None:
-            message, progress.tier_losses = summarise_cycle(
-                loss=loss,
-                holdout_loss=measured,
-                losses_by_tier=progress.cycle_losses,
-                contributions_by_tier=progress.cycle_contributions,
-                previous=progress.tier_losses,
-                step_times_s=self._step_times,
-                upload_bps=self._keeper.take_upload_bps(),
-                latency_s=self._follower.latency_s,
-            )
-        else:
-            message, progress.tier_losses = summarise_privately(
-                holdout_loss=measured,
-                losses_by_tier=progress.cycle_losses,
-                previous=progress.tier_losses,
-                noise=self._noise,
-                context=f"{self.run.name}/{self.island}/{progress.sequence}",
-                step_time_s=statistics.median(self._step_times) if self._step_times else None,
-                upload_bps=self._keeper.take_upload_bps(),
-                latency_s=self._follower.latency_s,
-            )
-        progress.cycle_losses = {tier: [] for tier in TIERS}
-        progress.cycle_contributions = {tier: [] for tier in TIERS}
+        losses, progress.cycle_losses = progress.cycle_losses, {tier: [] for tier in TIERS}
+        contributions, progress.cycle_contributions = progress.cycle_contributions, {tier: [] for tier in TIERS}
+        known: dict[str, Any] = {
+            "holdout_loss": measured,
+            "previous": progress.tier_losses,
+            "step_times_s": self._step_times,
+            "upload_bps": self._keeper.take_upload_bps(),
+            "latency_s": self._follower.latency_s,
+        }
         self._step_times = []
+        if self._budget is None:
+            message, progress.tier_losses = summarise_cycle(
+                loss=loss, losses_by_tier=losses, contributions_by_tier=contributions, **known
+            )
+        elif progress.sequence <= self._budget.messages:
+            message, progress.tier_losses = summarise_told(self._tell(losses, measured), **known)
+        else:
+            if progress.sequence == self._budget.messages + 1:
+                self._event("feedback_spent", epsilon=self._budget.epsilon, messages=self._budget.messages)
+            return
         self._untold.append((progress.sequence, message))
         self._note("feedback", sequence=progress.sequence, **message.to_row())
 
-    def _open_noise(self) -> Noise | None:
-        """What the island's messages are hidden under, with a secret that it makes once; None: nothing."""
-        config = self.run.config
-        if config.feedback_epsilon == 0:
-            return None
-        path = f"{self.run.island_folder(self.island)}/feedback-secret"
-        with contextlib.suppress(ObjectTaken):
-            self.run.store.put_new(path, os.urandom(KEY_BYTES))
-        multiplier = noise_multiplier(config.feedback_epsilon, config.feedback_delta, config.num_messages)
-        return Noise(multiplier=multiplier, clip=config.feedback_clip, key=self.run.store.get(path))
+    def _tell(self, losses: Mapping[str, list[float]], measured: float) -> Mapping[str, ToldLoss]:
+        """What may be told of a cycle's losses: what is on record of it, else with noise that is drawn now, and recorded before it leaves."""
+        assert self._budget is not None
+        if self._told is None:
+            self._told = tell_losses(
+                losses,
+                centres=self.progress.centres,
+                first_centre=measured if math.isfinite(measured) else math.log(self.run.config.vocab_size),
+                budget=self._budget,
+                gauss=random.SystemRandom().gauss,
+            )
+        self.progress.centres |= {tier: loss.centre for tier, loss in self._told.items()}
+        return self._told
 
     def _move_mix(self) -> None:
         """Takes the newest mix that the island has been given, unless it's of a tier version that the island has left."""

@@ -11,7 +11,7 @@ from manifests.store import Store
 from trainer.assignment import AUTO
 from trainer.config import RunConfig
 from trainer.feed import check_groups
-from trainer.privacy import noise_multiplier
+from trainer.privacy import feedback_budget
 from trainer.strategies import is_python, known_strategies, load_strategy
 
 
@@ -20,7 +20,7 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     has.
 
     Raises:
-        UserError: the store has no tiers or no views, or an option is out of range.
+        UserError: the store has no tiers or no views, an option is out of range, or needs what isn't installed.
     """
     catalog = Catalog(store)
     existing = catalog.rows("SELECT config FROM runs WHERE run = ?", [run])
@@ -43,12 +43,9 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
         which = "no tier version has" if tier_version is None else f"tier version {tier_version} has not"
         raise UserError(f"{store.uri}: {which} been sharded; run `atoll tier`, then `atoll shard`")
     config = RunConfig(run=run, policy=policy, **rows[0], **options)
+    feedback_budget(config)
     if config.group_by:
         check_groups(store, catalog, config)
-    if config.feedback_epsilon > 0:
-        noise_multiplier(
-            config.feedback_epsilon, config.feedback_delta, config.num_messages
-        )  # fails where the accountant is missing
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
     for name in filter(is_python, config.strategies):
         load_strategy(name)

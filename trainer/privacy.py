@@ -1,162 +1,172 @@
-"""Differential privacy of what islands tell of their training losses: clipped, with Gaussian noise, and a budget for the whole run. Pure functions; the accountant is dp-accounting.
+"""Differential privacy of what an island tells of its training losses: clipped means, Gaussian noise, and what a run's messages cost together.
 
-The unit is one sequence of every cycle: whoever reads all of a run's messages learns next to nothing of whether an island trained on this sequence or on another in its place,
-in each of its cycles. A document that fills several sequences of a cycle counts as several. A sequence is in one tier, so a cycle's tier means are one release, and a run's
-messages compose. What is told beside the means is worked out of them, or isn't of training losses: the holdout's loss, times, rates.
+What is protected is one sequence of every outer cycle: whoever reads an island's messages, and knows the parameters at every step and all other sequences, can tell
+hardly better than before whether that sequence was this one or another of its tier. The bound is on what messages add to what the parameters show: those learn
+from every sequence, and who wants that bounded, too, needs a private optimiser (DP-SGD), which Atoll hasn't. Noise is drawn in double precision; what leaves is coarse
+multiples of what it was drawn for (messages.py).
 
-It's for feedback that goes further than the store: outer gradients, checkpoints and the tables `consumption` and `checkpoints` hold losses and parameters as they are.
-Noise is drawn in floating point (Mironov, 2012, shows what that may leak); that messages are quantised afterwards helps, and proves nothing.
+Pure functions: where a loss comes from, and how messages travel, stands elsewhere. The accountant is Google's dp-accounting, imported when it's first asked.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from statistics import fmean
-from typing import Any
-
-import numpy as np
 
 from manifests.errors import UserError
-from manifests.schemas import TIERS
-from trainer.feedback import Feedback, TierLoss
+from trainer.config import RunConfig
 
-KEY_BYTES = 32
+_SLACK = 1e-9
+"""The accountant's search for a multiplier ends within 1e-12 of it, on either side: this much more is on the safe one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Noise:
-    """How losses are released."""
+class ToldLoss:
+    """What may be known of a tier's training losses over a cycle. All that is told follows from these."""
 
-    multiplier: float
-    """Standard deviation of the noise, in units of what one sequence can change."""
+    mean: float
+    """Of the clipped losses, with noise, nats per token."""
+    error: float
+    """Bound on its standard error: it depends on the number of sequences, not on their losses."""
+    sequences: int
+    """How many there were; the mix says as much."""
+    centre: float
+    """What the next cycle's losses are clipped around."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """What one island's messages of a run may cost."""
+
+    epsilon: float
+    delta: float
     clip: float
-    """Largest distance of a loss from its centre that counts, nats."""
-    key: bytes
-    """Secret of the island: who knows it can take the noise away."""
+    """Losses count up to so far from their tier's centre, nats per token."""
+    messages: int
+    """Messages that the budget is for."""
+    multiplier: float
+    """Standard deviation of the noise, in sensitivities."""
+
+    def spent(self, messages: int) -> float:
+        """Epsilon that so many messages have cost, at `delta`."""
+        return epsilon_spent(multiplier=self.multiplier, delta=self.delta, messages=min(messages, self.messages))
 
 
-@cache
-def noise_multiplier(epsilon: float, delta: float, num_messages: int) -> float:
-    """The least noise with which a run's messages together are (ε, δ)-private, in units of what one sequence can change.
-
-    Composition of Gaussian mechanisms by Rényi divergence (Mironov, Rényi Differential Privacy, 2017), by dp-accounting.
-
-    Raises:
-        UserError: dp-accounting isn't installed.
-    """
-    accounting = _accounting()
-
-    def events(multiplier: float) -> object:
-        return accounting.SelfComposedDpEvent(accounting.GaussianDpEvent(multiplier), num_messages)
-
-    found = accounting.calibrate_dp_mechanism(accounting.rdp.RdpAccountant, events, epsilon, delta)
-    return float(found)
-
-
-@cache
-def spent_epsilon(multiplier: float, delta: float, num_messages: int) -> float:
-    """What so many messages cost.
+def feedback_budget(config: RunConfig) -> Budget | None:
+    """The budget of each island of a run; None: nothing is asked.
 
     Raises:
-        UserError: dp-accounting isn't installed.
+        UserError: the accountant isn't installed.
     """
-    if num_messages == 0:
-        return 0.0
-    accounting = _accounting()
-    accountant = accounting.rdp.RdpAccountant()
-    accountant.compose(accounting.GaussianDpEvent(multiplier), num_messages)
-    return float(accountant.get_epsilon(delta))
-
-
-def _accounting() -> Any:
-    try:
-        import dp_accounting
-        import dp_accounting.rdp
-    except ImportError as e:
-        raise UserError("differential privacy of feedback needs dp-accounting: pip install 'atoll[privacy]'") from e
-    return dp_accounting
-
-
-def released_means(
-    losses_by_tier: Mapping[str, Sequence[float]], centres: Mapping[str, float], noise: Noise, *, context: str
-) -> dict[str, TierLoss]:
-    """Each tier's mean loss with noise, and an error that says nothing of the losses: as if they were spread as far as the clipping allows.
-
-    One sequence in place of another changes a tier's mean by 2 · clip / n at most. The noise is drawn from the secret, the context and the means themselves: a round
-    that is taken again to the bit tells the same message again, at no further cost, and whatever differs gets noise of its own.
-
-    Args:
-        losses_by_tier: loss of every sequence, nats per token.
-        centres: by tier, where its losses are expected, by what has been released.
-        noise: how much.
-        context: island and number of the message.
-    """
-    clipped = {
-        tier: fmean(min(max(loss - centres[tier], -noise.clip), noise.clip) for loss in losses)
-        for tier, losses in losses_by_tier.items()
-        if losses
-    }
-    seed = hashlib.blake2b(context.encode(), key=noise.key, digest_size=32)
-    for tier, mean in clipped.items():
-        seed.update(struct.pack(">sd", tier.encode(), mean))
-    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(int.from_bytes(seed.digest(), "big"))))
-    released = {}
-    for tier in TIERS:
-        drawn = float(rng.normal())
-        if tier not in clipped:
-            continue
-        num = len(losses_by_tier[tier])
-        deviation = noise.multiplier * 2 * noise.clip / num
-        error = math.hypot(noise.clip / math.sqrt(num), deviation)
-        released[tier] = TierLoss(mean=centres[tier] + clipped[tier] + drawn * deviation, error=error)
-    return released
-
-
-def summarise_privately(
-    *,
-    holdout_loss: float,
-    losses_by_tier: Mapping[str, Sequence[float]],
-    previous: Mapping[str, TierLoss],
-    noise: Noise,
-    context: str,
-    step_time_s: float | None,
-    upload_bps: float | None,
-    latency_s: float | None,
-) -> tuple[Feedback, dict[str, TierLoss]]:
-    """A cycle's message of released means alone, and the means that the next one compares with.
-
-    Args:
-        holdout_loss: measured at its end; nothing of the training losses.
-        losses_by_tier: loss of every sequence of the cycle, by tier.
-        previous: what this function returned for the cycle before, or nothing: then losses are expected where the holdout's is.
-        noise: how much.
-        context: island and number of the message.
-        step_time_s: median time of an inner step.
-        upload_bps: bits per second.
-        latency_s: of a small request.
-    """
-    centres = {tier: previous[tier].mean if tier in previous else holdout_loss for tier in TIERS}
-    now = released_means(losses_by_tier, centres, noise, context=context)
-    known = [tier for tier in now if tier in previous]
-    descents = {tier: previous[tier].mean - now[tier].mean for tier in known}
-    total = sum(len(losses_by_tier[tier]) for tier in now)
-    loss = math.fsum(now[tier].mean * len(losses_by_tier[tier]) for tier in now) / total if total else None
-    message = Feedback(
-        loss_trend=-fmean(descents.values()) if known else None,
-        convergence_rate=None,
-        convergence_error=None,
-        generalization_gap=holdout_loss - loss if loss is not None else None,
-        effectiveness={tier: descents.get(tier) for tier in TIERS},
-        effectiveness_error={
-            tier: math.hypot(previous[tier].error, now[tier].error) if tier in descents else None for tier in TIERS
-        },
-        step_time_s=step_time_s,
-        upload_bps=upload_bps,
-        latency_s=latency_s,
+    if not config.feedback_epsilon:
+        return None
+    return Budget(
+        epsilon=config.feedback_epsilon,
+        delta=config.feedback_delta,
+        clip=config.feedback_clip,
+        messages=config.num_messages,
+        multiplier=noise_multiplier(
+            epsilon=config.feedback_epsilon, delta=config.feedback_delta, messages=config.num_messages
+        ),
     )
-    return message, dict(previous) | now
+
+
+def noise_multiplier(*, epsilon: float, delta: float, messages: int) -> float:
+    """The least noise, in sensitivities, with which so many messages together are (epsilon, delta)-private.
+
+    Args:
+        epsilon: above 0.
+        delta: between 0 and 1.
+        messages: one or more; each is told with the noise that this gives.
+
+    Raises:
+        UserError: the accountant isn't installed.
+    """
+    sigma_gaussian, _ = _accountant()
+    # n Gaussian mechanisms of multiplier σ, each chosen after the last one's outcome, are together exactly as private as one of σ / √n: Corollary 3.3, Gaussian
+    # Differential Privacy (Dong, Roth, Su; arXiv 1905.02383). One is calibrated exactly by Theorem 8, Balle and Wang (arXiv 1805.06530). The accountants for
+    # any composition (RDP, PLD) take 7 % more noise here, or minutes.
+    return float(sigma_gaussian(epsilon, delta)) * math.sqrt(messages) * (1 + _SLACK)
+
+
+def epsilon_spent(*, multiplier: float, delta: float, messages: int) -> float:
+    """What so many messages with this noise have cost, at delta.
+
+    Raises:
+        UserError: the accountant isn't installed.
+    """
+    if messages == 0:
+        return 0.0
+    _, epsilon_gaussian = _accountant()
+    return float(epsilon_gaussian(multiplier / math.sqrt(messages), delta))
+
+
+def _accountant() -> tuple[Callable[[float, float], float], Callable[[float, float], float]]:
+    try:
+        from dp_accounting import get_epsilon_gaussian, get_sigma_gaussian
+    except ImportError as e:
+        raise UserError(
+            "feedback with a privacy budget needs the accountant dp-accounting; `pip install 'atoll[privacy]'`, or leave --feedback-epsilon at 0"
+        ) from e
+    return get_sigma_gaussian, get_epsilon_gaussian
+
+
+# Telling.
+
+
+def sensitivity(clip: float, sequences: int) -> float:
+    """How far the clipped mean of so many losses can move where one of them is replaced."""
+    return 2 * clip / sequences
+
+
+def clipped_mean(losses: Sequence[float], *, centre: float, clip: float) -> float:
+    """Mean of losses, each held within `clip` of `centre`; one that isn't a number counts as the highest."""
+    low, high = centre - clip, centre + clip
+    return fmean(high if math.isnan(loss) else min(max(loss, low), high) for loss in losses)
+
+
+def tell_losses(
+    losses_by_tier: Mapping[str, Sequence[float]],
+    *,
+    centres: Mapping[str, float],
+    first_centre: float,
+    budget: Budget,
+    gauss: Callable[[float, float], float],
+) -> dict[str, ToldLoss]:
+    """One message's worth of a cycle: a noised mean for each tier that it has sequences of.
+
+    Every sequence is of one tier, so that one replaced moves one of the means by its sensitivity at most: all of them together cost what one of them does.
+
+    Args:
+        losses_by_tier: loss of every sequence of the cycle.
+        centres: those of the message before, by tier.
+        first_centre: for tiers that have none; nothing of the training losses is in it.
+        budget: the noise and the clipping.
+        gauss: draws from a normal distribution of a mean and a standard deviation, in secret, anew every time.
+    """
+    told = {}
+    for tier, losses in losses_by_tier.items():
+        if not losses:
+            continue
+        n, centre = len(losses), centres.get(tier, first_centre)
+        noise = budget.multiplier * sensitivity(budget.clip, n)
+        mean = clipped_mean(losses, centre=centre, clip=budget.clip) + gauss(0.0, noise)
+        told[tier] = ToldLoss(
+            mean=mean,
+            # Values in an interval of length 2c have a standard deviation of c at most (Popoviciu, 1935).
+            error=math.hypot(budget.clip / math.sqrt(n), noise),
+            sequences=n,
+            centre=next_centre(centre, mean, clip=budget.clip, noise=noise),
+        )
+    return told
+
+
+def next_centre(centre: float, mean: float, *, clip: float, noise: float) -> float:
+    """The centre moved towards a noised mean, the less the more of that may be noise: it would walk away at random with it else.
+
+    The clipped mean lies within `clip` of the centre, so no step is longer; the gain is a Kalman filter's for a prior of that standard deviation.
+    """
+    step = (mean - centre) * clip**2 / (clip**2 + noise**2)
+    return centre + min(max(step, -clip), clip)

@@ -24,6 +24,7 @@ from trainer.config import RunConfig
 from trainer.lease import Lease
 from trainer.members import claim_incarnation, say_finished, say_left
 from trainer.metrics import Metrics
+from trainer.privacy import feedback_budget
 from trainer.run import GLOBAL, Run, create_run
 
 
@@ -88,6 +89,7 @@ def test_run_that_nobody_has_started_shows_what_is_expected(run: Run, capsys: py
     assert "0/64" in shown.out
     assert "nobody holds the role" in shown.out
     assert "sent" not in shown.out
+    assert "ε" not in shown.out
 
 
 def test_unknown_run_is_a_line_that_names_the_known_ones(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
@@ -255,6 +257,31 @@ def test_finished_run_says_so_and_ends(run: Run, capsys: pytest.CaptureFixture[s
         assert "run r has finished: 1 merges, global holdout loss 1.500" in shown
         assert "64/64" in shown
         assert "nobody" not in shown
+
+
+def test_privacy_budget_is_shown_with_what_each_island_has_spent(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = create_run(store, _config(feedback_epsilon=4.0))
+    assert (run.config.num_messages, run.config.round_steps) == (8, 4)
+    budget = feedback_budget(run.config)
+    assert budget is not None
+    _checkpoint(run, 0, step=20, number=5)  # two messages, and half a cycle
+    view = Watcher(store, "r").look()
+    assert [island.epsilon_spent for island in view.islands] == [budget.spent(2), 0]
+    shown = _shown(view)
+    for text in ("ε spent", f"{budget.spent(2):.3g}/4", "0/4", "each island's may cost ε = 4 at δ = 1e-05"):
+        assert text in shown, text
+    assert f"ε {budget.spent(2):.3g}/4" in line(view, time.time())
+    assert _run(["watch", "r", "--store", store.uri, "--once", "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["feedback_epsilon"], found["feedback_delta"]) == (4.0, 1e-5)
+    assert found["islands"][0]["epsilon_spent"] == pytest.approx(budget.spent(2))
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)  # as where it isn't installed
+    view = Watcher(store, "r").look()
+    assert view.islands[0].epsilon_spent is None
+    assert "?/4" in _shown(view)
+    assert "pip install 'atoll[privacy]'" in _shown(view)
 
 
 def test_json_is_one_document(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

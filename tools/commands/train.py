@@ -138,21 +138,6 @@ def train(
             rich_help_panel=_DILOCO,
         ),
     ] = 0,
-    feedback_epsilon: Annotated[
-        float,
-        typer.Option(
-            help="Differential privacy of what islands tell of training losses: the run's budget ε for one sequence of every cycle; 0: none.",
-            rich_help_panel=_DILOCO,
-        ),
-    ] = 0.0,
-    feedback_delta: Annotated[float, typer.Option(help="δ of --feedback-epsilon.", rich_help_panel=_DILOCO)] = 1e-5,
-    feedback_clip: Annotated[
-        float,
-        typer.Option(
-            help="With --feedback-epsilon: how far a sequence's loss counts from where it's expected, nats.",
-            rich_help_panel=_DILOCO,
-        ),
-    ] = 0.5,
     feedback_bytes: Annotated[
         int,
         typer.Option(
@@ -160,6 +145,21 @@ def train(
             rich_help_panel=_DILOCO,
         ),
     ] = 0,
+    feedback_epsilon: Annotated[
+        float,
+        typer.Option(
+            help="Differential privacy of the feedback: ε that each island's messages of the whole run may cost; 0: no noise.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = 0.0,
+    feedback_delta: Annotated[float, typer.Option(help="… and the δ of that budget.", rich_help_panel=_DILOCO)] = 1e-5,
+    feedback_clip: Annotated[
+        float,
+        typer.Option(
+            help="… for which a sequence's loss counts up to so far (nats) from what is known of its tier.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = 1.0,
     checkpoint_cycles: Annotated[
         int, typer.Option(help="Outer cycles between two whole checkpoints of an island.")
     ] = 1,
@@ -250,10 +250,10 @@ def train(
         gate_holdout=gate_holdout,
         min_diversity=min_diversity,
         feedback_rounds=feedback_rounds,
+        feedback_bytes=feedback_bytes,
         feedback_epsilon=feedback_epsilon,
         feedback_delta=feedback_delta,
         feedback_clip=feedback_clip,
-        feedback_bytes=feedback_bytes,
         checkpoint_cycles=checkpoint_cycles,
         model=model_of(model) or {},
         online_influence=online_influence,
