@@ -238,6 +238,15 @@ class Island:
         # A branch begins at a merge that its parent's island may not have seen.
         self._install([r for r in self._follower.all_receipts() if r.version != self.drifts[r.fragment].version])
         self._receipts = [(0, followed.merge)] if whole is None else []
+        branch = self.run.branch
+        if (
+            whole is not None
+            and branch is not None
+            and whole["run"] != self.run.name
+            and self.island in branch.brought_back
+        ):
+            for drift in self.drifts.values():
+                self.engine.write(drift.bring_back())
         self._resend()
         self._take_again(resumption.since)
         if self.progress.round > 0 and self.feed.has_news():

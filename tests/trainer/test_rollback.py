@@ -15,7 +15,8 @@ from manifests.store import Store
 from manifests.tables import create_store
 from tiny import copy_store, doc_id, fabricate, start_run, train_together
 from tools.provenance import check_ledger, last_global_checkpoint
-from trainer.rollback import Plan, apply_rollback, plan_rollback, plan_table
+from trainer.remedies import apply_rollback
+from trainer.rollback import Plan, plan_rollback, plan_table
 from trainer.run import GLOBAL, Run, load_run, read_excluded
 
 STEPS = 10
