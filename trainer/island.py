@@ -41,7 +41,7 @@ from trainer.checkpoints import (
     messages_told,
     pack_island,
 )
-from trainer.drift import Drift, relative_distance
+from trainer.drift import Drift, Sent, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane
 from trainer.feed import Feed, holdout_tokens
@@ -261,8 +261,10 @@ class Island:
         """Sends again what a dead incarnation may not have sent; what is there stays as it is."""
         for number, drift in self.drifts.items():
             for round_, sent in drift.pending.items():
+                # A branch's island may have sent it in the run before: to its syncer it's this run's.
+                own = Sent(parts=sent.parts, said={**sent.said, "run": self.run.name})
                 self._keeper.send(
-                    Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
+                    Sending(fragment=number, round=round_, sent=own, shapes=self.anatomy.shapes_of(number))
                 )
 
     def _take_again(self, rows: list[dict[str, Any]]) -> None:

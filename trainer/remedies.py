@@ -27,7 +27,7 @@ from trainer.quantise import Tensors
 from trainer.rollback import Cut, Plan, Start, run_of_merge
 from trainer.run import Branch, Run, create_run, load_run, read_excluded
 from trainer.talk import Talk
-from trainer.tape import Anatomy, GlobalState, first_state, replay, write_snapshot
+from trainer.tape import Anatomy, GlobalState, first_state, replay, snapshots, write_snapshot
 from trainer.undo import require_not_undone
 from trainer.wire import CorruptObject, object_hash, unpack
 
@@ -61,6 +61,7 @@ def apply_rollback(store: Store, plan: Plan, remedy: str = "replay") -> Run:
     _require_sense(old, cut, remedy)
     require_data(store, catalog, old.config)
     anatomy = first_state(old)[1]
+    _require_sound_snapshot(catalog, run_of_merge(old, cut.merge), cut.merge)
     for start in cut.starts:
         _require_sound(store, catalog, start, anatomy)
     config = dataclasses.replace(old.config, run=name, steps=steps_of(old.config, cut, remedy))
@@ -168,6 +169,17 @@ def _damp(run: Run, catalog: Catalog, anatomy: Anatomy, plan: Plan, name: str) -
     except (ValueError, TypeError) as e:
         raise Failure(f"{run.store.uri}/{path} is damaged: {e}; delete it, and apply the plan again") from e
     return damped(directions, damping)
+
+
+def _require_sound_snapshot(catalog: Catalog, run: Run, merge: int) -> None:
+    """Holds the snapshot that a state is made from against its row; the run's first, and a branch's, have none."""
+    at = max((number for number in snapshots(run) if number <= merge), default=None)
+    path = run.snapshot_path(at) if at is not None else ""
+    for row in catalog.rows("SELECT hash FROM checkpoints WHERE run = ? AND object = ?", [run.name, path]):
+        if object_hash(run.store.get(path)) != row["hash"]:
+            raise Failure(
+                f"{run.store.uri}/{path} is not what was committed; restore it from a copy of the store, or delete it: the state is then made from the one before"
+            )
 
 
 def _require_sense(run: Run, cut: Cut, remedy: str) -> None:
