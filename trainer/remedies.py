@@ -174,7 +174,9 @@ def _damp(run: Run, catalog: Catalog, anatomy: Anatomy, plan: Plan, name: str) -
 def _require_sound_snapshot(catalog: Catalog, run: Run, merge: int) -> None:
     """Holds the snapshot that a state is made from against its row; the run's first, and a branch's, have none."""
     at = max((number for number in snapshots(run) if number <= merge), default=None)
-    path = run.snapshot_path(at) if at is not None else ""
+    if at is None:
+        return  # the replay says so
+    path = run.snapshot_path(at)
     for row in catalog.rows("SELECT hash FROM checkpoints WHERE run = ? AND object = ?", [run.name, path]):
         if object_hash(run.store.get(path)) != row["hash"]:
             raise Failure(
