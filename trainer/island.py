@@ -43,7 +43,7 @@ from trainer.checkpoints import (
     pack_island,
 )
 from trainer.choice import set_apart
-from trainer.drift import Drift, relative_distance
+from trainer.drift import Drift, Sent, relative_distance
 from trainer.engine import make_engine
 from trainer.errands import Inline, Lane, Patience
 from trainer.feed import Feed, holdout_tokens, start_catalog
@@ -245,6 +245,15 @@ class Island:
         # A branch begins at a merge that its parent's island may not have seen.
         self._install([r for r in self._follower.all_receipts() if r.version != self.drifts[r.fragment].version])
         self._receipts = [(0, followed.merge)] if whole is None else []
+        branch = self.run.branch
+        if (
+            whole is not None
+            and branch is not None
+            and whole["run"] != self.run.name
+            and self.island in branch.brought_back
+        ):
+            for drift in self.drifts.values():
+                self.engine.write(drift.bring_back())
         self._resend()
         self._take_again(resumption.since)
         if self.progress.round > 0 and self.feed.has_news():
@@ -259,8 +268,10 @@ class Island:
         """Sends again what a dead incarnation may not have sent; what is there stays as it is."""
         for number, drift in self.drifts.items():
             for round_, sent in drift.pending.items():
+                # A branch's island may have sent it in the run before: to its syncer it's this run's.
+                own = Sent(parts=sent.parts, said={**sent.said, "run": self.run.name})
                 self._keeper.send(
-                    Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
+                    Sending(fragment=number, round=round_, sent=own, shapes=self.anatomy.shapes_of(number))
                 )
 
     def _take_again(self, rows: list[dict[str, Any]]) -> None:

@@ -33,6 +33,10 @@ class Branch:
     """Number of the last merge that the branch keeps."""
     island_checkpoints: dict[str, str | None]
     """Island number → hex id of the parent run's checkpoint that it starts from; None: from the clean global state."""
+    plan: str = "replay"
+    """continue, damp, replay or restore: see remedies.py."""
+    brought_back: list[int] = dataclasses.field(default_factory=list)
+    """Islands that start on the global parameters: what they had learned and not merged is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

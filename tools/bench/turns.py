@@ -40,9 +40,11 @@ def train_in_turn(
         for number in range(run.config.num_islands)
     ]
     syncer = Syncer(run, emit=_ignore, in_background=False)
-    for round_ in range(1, run.config.num_rounds + 1):
+    syncer.sweep()  # of a branch: what its islands had sent before
+    for round_ in range(1 + min(island.progress.round for island in islands), run.config.num_rounds + 1):
         for island in islands:
-            island.train_round()
+            if island.progress.round < round_:
+                island.train_round()
         for island in islands:
             island.receive_now()  # what was merged a round ago
         syncer.sweep()

@@ -402,9 +402,12 @@ def launch_run(store: Store, run_name: str, *, logger: str = "") -> None:
     from trainer.launch import launch, warm_up
     from trainer.run import load_run
     from trainer.tape import prepare_run
+    from trainer.undo import require_not_undone
 
-    run = load_run(store, run_name)
-    if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
+    catalog = Catalog(store)
+    run = load_run(store, run_name, catalog=catalog)
+    require_not_undone(catalog, run_name)
+    if catalog.rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
         STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
         return
     warm_up(run.config.num_islands, also=["tools.app", "tools.commands.train"])
