@@ -367,8 +367,15 @@ _SPECS = [
             _field("step_cap", pa.float64(), "largest change of a weight in one decision, as a share of it"),
             _field("reason", _TEXT, "why it was set so"),
             _AT,
+            _field(
+                "exploration",
+                pa.float64(),
+                "standard errors by which a tier is taken for better than it's known to be",
+                null=True,
+            ),
         ],
         newest_by=("strategy",),
+        version=2,
     ),
     _spec(
         "consumption",

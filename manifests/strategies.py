@@ -18,18 +18,22 @@ ADAPTIVE = "adaptive"
 
 
 def _strategy(
-    name: str, weights: tuple[float, float, float, float] | None, *, learning_rate: float = 0.0
+    name: str,
+    weights: tuple[float, float, float, float] | None,
+    *,
+    learning_rate: float = 0.0,
+    exploration: float = 0.0,
 ) -> dict[str, Any]:
     columns = dict(zip(("weight_s", "weight_a", "weight_b", "weight_c"), weights or (None,) * 4, strict=True))
-    moving = {"learning_rate": learning_rate, "weight_floor": 0.02, "step_cap": 0.25}
-    return {"strategy": name, **columns, **moving, "reason": "built in"}
+    moving = {"learning_rate": learning_rate, "weight_floor": 0.02, "step_cap": 0.5}
+    return {"strategy": name, **columns, **moving, "reason": "built in", "exploration": exploration}
 
 
 BUILT_IN = [
     _strategy("aggressive", (0.4, 0.4, 0.2, 0.0)),
     _strategy("balanced", (0.2, 0.4, 0.3, 0.1)),
     _strategy("conservative", (0.1, 0.3, 0.4, 0.2)),
-    _strategy(ADAPTIVE, (0.2, 0.4, 0.3, 0.1), learning_rate=2.0),
+    _strategy(ADAPTIVE, (0.2, 0.4, 0.3, 0.1), learning_rate=0.5, exploration=0.25),
     # No weights: every tier by its size.
     _strategy(UNIFORM, None),
 ]
@@ -43,6 +47,7 @@ def strategy_row(
     learning_rate: float,
     weight_floor: float,
     step_cap: float,
+    exploration: float,
     reason: str,
 ) -> dict[str, Any]:
     """A row of `strategies`, checked.
@@ -53,6 +58,7 @@ def strategy_row(
         learning_rate: how fast effectiveness moves them; 0: not at all.
         weight_floor: least weight of a tier that has any.
         step_cap: largest change of a weight in one decision, as a share of it.
+        exploration: standard errors by which a tier is taken for better than it's known to be.
         reason: why.
 
     Raises:
@@ -78,8 +84,9 @@ def strategy_row(
         ("learning rate", learning_rate, 0, 1e6),
         ("weight floor", weight_floor, 0, 0.25),
         ("step cap", step_cap, 0, 1),
+        ("exploration", exploration, 0, 10),
     ):
         if not low <= value <= high:
             raise UserError(f"strategy {name}: {option} is {value}; it must lie between {low} and {high:g}")
     moving = {"learning_rate": learning_rate, "weight_floor": weight_floor, "step_cap": step_cap}
-    return {"strategy": name, **columns, **moving, "reason": reason}
+    return {"strategy": name, **columns, **moving, "reason": reason, "exploration": exploration}

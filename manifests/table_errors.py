@@ -5,7 +5,16 @@ from __future__ import annotations
 from manifests.errors import AtollError, Failure, StoreUnreachable, UserError
 from manifests.store import Store, first_line
 
-_NETWORK_SIGNS = ("error sending request", "connection", "timed out", "timeout", "access denied", "forbidden", "dns")
+_NETWORK_SIGNS = (
+    "error sending request",
+    "connection",
+    "timed out",
+    "timeout",
+    "retries",
+    "access denied",
+    "forbidden",
+    "dns",
+)
 _LONGEST_TEXT = 200
 """Characters of an error that are passed on: some hold a whole listing."""
 
@@ -13,11 +22,11 @@ _LONGEST_TEXT = 200
 def table_error(store: Store, name: str, error: Exception) -> AtollError:
     """The error to raise for one of delta-rs or pyarrow: the store is unreachable, or the table is damaged."""
     where = f"table {name} of {store.uri}"
-    text = first_line(error)
-    text = text if len(text) <= _LONGEST_TEXT else f"{text[:_LONGEST_TEXT]}…"
+    whole = first_line(error)
+    text = whole if len(whole) <= _LONGEST_TEXT else f"{whole[:_LONGEST_TEXT]}…"
     if isinstance(error, OSError) and not store.is_local:
         return StoreUnreachable(f"{where}: {text}")
-    if not store.is_local and any(sign in text.lower() for sign in _NETWORK_SIGNS):
+    if not store.is_local and any(sign in whole.lower() for sign in _NETWORK_SIGNS):
         return StoreUnreachable(f"{where}: {text}")
     return Failure(
         f"{where} is damaged: {text}; restore {store.table_uri(f'tables/{name}')} from a backup, "

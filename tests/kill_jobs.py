@@ -35,7 +35,8 @@ from pipeline.tokenizer import train_tokenizer
 from tools.app import app
 from trainer.config import RunConfig
 from trainer.island import Island
-from trainer.rollback import apply_rollback, plan_rollback
+from trainer.remedies import apply_rollback
+from trainer.rollback import plan_rollback
 from trainer.run import create_run
 from trainer.syncer import Syncer
 from trainer.tape import prepare_run

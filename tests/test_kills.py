@@ -23,8 +23,8 @@ from tests import forks
 from tests.faults import Boundary, Killer, install, read_boundaries
 from tests.kill_jobs import JOBS, run_job, write_sources
 from tests.main_job import upload
-from tests.s3_proxy import Cut, S3Proxy
 from tests.store_content import Content, read_content
+from tools.chaos.s3_proxy import Cut, S3Proxy
 
 EVERY_CUT = os.environ.get("ATOLL_EVERY_CUT") == "1"
 _STRIDE = {

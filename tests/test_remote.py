@@ -15,7 +15,7 @@ from pipeline.pool import ShardConfig, shard
 from pipeline.retier import RetierConfig, retier
 from tests.pipeline.test_pool import tiered_store
 from tests.pipeline.test_retier import add_version, tiers_of
-from tests.s3_proxy import S3Proxy
+from tools.chaos.s3_proxy import S3Proxy
 from trainer.island import Island
 from trainer.plan import configure_run
 from trainer.run import create_run, load_run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 import typer.exceptions
@@ -18,7 +18,6 @@ from tools.app import (
     ASK,
     DATA,
     DEFAULT_STORE,
-    TRAIN,
     FormatOption,
     RayOption,
     RunOption,
@@ -33,16 +32,14 @@ from tools.app import (
     print_views,
     say_done_before,
 )
-from tools.commands import ask, distill, keep, policy, retier, score, steer, tier, train, watch
+from tools.commands import ask, chaos, distill, keep, policy, retier, rollback, score, steer, tier, train, watch
 from tools.output import STDERR, Format, print_answer
 
 if TYPE_CHECKING:
     from manifests.store import Store
 
-COMMANDS = (ask, distill, keep, policy, retier, score, steer, tier, train, watch)
+COMMANDS = (ask, chaos, distill, keep, policy, retier, rollback, score, steer, tier, train, watch)
 """Modules that add their commands by being imported."""
-rollback_app = typer.Typer(no_args_is_help=True, help="Take documents back out of a run: see the plan, then apply it.")
-app.add_typer(rollback_app, name="rollback", rich_help_panel=TRAIN)
 
 _INTERRUPTED = 130
 
@@ -239,48 +236,6 @@ def view(
     print(f"StreamingDataset(local={str(out)!r}, remote={its_store.table_uri('pool')!r})")
 
 
-@rollback_app.command("plan")
-def rollback_plan(
-    where: Annotated[str, typer.Option(help="SQL condition over the columns of documents, and tier and score.")],
-    run: RunOption = "main",
-    store: StoreOption = DEFAULT_STORE,
-    format_: FormatOption = Format.table,
-) -> None:
-    """Show what documents touched, and what replaying the run without them costs. Changes nothing.
-
-    Example: atoll rollback plan --run first --where "corpus = 'finephrase' and tier = 'C'"
-    """
-    from trainer.rollback import plan_rollback
-
-    plan = plan_rollback(opened(store), run, where)
-    _print_plan(plan, format_)
-
-
-@rollback_app.command("apply")
-def rollback_apply(
-    where: Annotated[str, typer.Option(help="SQL condition over the columns of documents, and tier and score.")],
-    run: RunOption = "main",
-    store: StoreOption = DEFAULT_STORE,
-    format_: FormatOption = Format.table,
-    no_train: Annotated[
-        bool, typer.Option("--no-train", help="Make the branch only; `atoll rollback apply` again trains it.")
-    ] = False,
-) -> None:
-    """Replay the run from its last clean state without the documents: a new branch; nothing old is deleted.
-
-    Example: atoll rollback apply --run first --where "corpus = 'finephrase' and tier = 'C'"
-    """
-    from trainer.rollback import apply_rollback, plan_rollback
-
-    its_store = opened(store)
-    plan = plan_rollback(its_store, run, where)
-    _print_plan(plan, format_)
-    branch = apply_rollback(its_store, plan)
-    STDERR.print(f"branch: run {branch.name}")
-    if not no_train:
-        train.launch_run(its_store, branch.name)
-
-
 @app.command(rich_help_panel=ASK)
 def made(
     run: RunOption = "main",
@@ -388,17 +343,6 @@ def _usage_message(error: Exception) -> str | None:
 def _complain(message: str) -> None:
     one_line = " ".join(message.split())
     print(f"error: {one_line}", file=sys.stderr)
-
-
-def _print_plan(plan: Any, format_: Format) -> None:
-    from trainer.rollback import plan_table
-
-    STDERR.print(
-        f"{len(plan.doc_ids):,} documents match; {plan.merges_undone} merges are undone, back to merge {plan.merge}; "
-        f"the new run is {plan.new_run}",
-        markup=False,
-    )
-    print_answer(plan_table(plan), format_)
 
 
 def _pairs(options: list[str]) -> dict[str, str]:

@@ -94,6 +94,7 @@ def trouble(history: History) -> str | None:
 
     It is held for `REST` messages after one that shows divergence or oscillation.
     """
+    history = history[-HISTORY:]
     for end in range(len(history), max(0, len(history) - REST), -1):
         if found := _trouble_at(history[:end]):
             return found

@@ -29,7 +29,7 @@ from trainer.privacy import ToldLoss
 from trainer.quantise import Tensors
 from trainer.run import Run
 from trainer.tape import Anatomy
-from trainer.wire import CorruptObject, object_hash, pack, unpack
+from trainer.wire import CorruptObject, object_hash, pack, reread, unpack
 
 
 @dataclass(kw_only=True, slots=True)
@@ -52,6 +52,8 @@ class Progress:
     """What losses are clipped around, by tier, where feedback is private."""
     cycle_losses: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
     """Loss of every sequence of the outer cycle so far, by tier: a cycle may outlive its process."""
+    cycle_contributions: dict[str, list[float]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+    """Likewise, what every sequence has contributed to the descent of the holdout loss, where that is measured (online.py)."""
 
     @property
     def tokens(self) -> int:
@@ -176,6 +178,7 @@ def pack_island(
         "tier_losses": {tier: [known.mean, known.error] for tier, known in progress.tier_losses.items()},
         "centres": progress.centres,
         "cycle_losses": progress.cycle_losses,
+        "cycle_contributions": progress.cycle_contributions,
     }
     description = {
         "run": run.name,
@@ -193,6 +196,7 @@ def _lasting(said: Mapping[str, Any]) -> dict[str, Any]:
     return {**{name: value for name, value in said.items() if name != "feedback"}, "step_time_s": 0.0}
 
 
+@reread
 def load_island(
     store: Store, row: Mapping[str, Any], *, engine: Engine, anatomy: Anatomy
 ) -> tuple[Progress, dict[int, Drift]]:
@@ -289,19 +293,19 @@ def commit_rounds(run: Run, island: int, rows: Sequence[Mapping[str, Any]]) -> N
 
 
 def ends_cycle(run: Run, round_: int) -> bool:
-    """Whether a round is the last of an outer cycle, or of the run."""
-    return round_ % run.config.num_fragments == 0 or round_ == run.config.num_rounds
+    """Whether a round is the last that a feedback message is of, or of the run."""
+    return round_ % run.config.told_rounds == 0 or round_ == run.config.num_rounds
 
 
 def messages_told(run: Run, round_: int) -> int:
-    """How many feedback messages an island has made after so many rounds: one at the end of every outer cycle."""
-    cycles, rest = divmod(round_, run.config.num_fragments)
+    """How many feedback messages an island has made after so many rounds."""
+    cycles, rest = divmod(round_, run.config.told_rounds)
     return cycles + (rest > 0 and ends_cycle(run, round_))
 
 
 def round_of_message(run: Run, sequence: int) -> int:
     """The round that a feedback message closes."""
-    return min(sequence * run.config.num_fragments, run.config.num_rounds)
+    return min(sequence * run.config.told_rounds, run.config.num_rounds)
 
 
 def is_anchor(run: Run, round_: int) -> bool:

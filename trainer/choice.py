@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from manifests.catalog import Catalog
 from manifests.jobs import canonical_json
 from manifests.schemas import TIERS
 from manifests.strategies import ADAPTIVE
-from trainer.assignment import AUTO, BALANCED, HISTORY, reassign, trouble
+from trainer.assignment import AUTO, BALANCED, reassign, trouble
 from trainer.checkpoints import round_of_message
-from trainer.diversity import kept_diverse
+from trainer.config import RunConfig
+from trainer.diversity import spread_share, towards_tier
 from trainer.feedback import Feedback
 from trainer.messages import Key
 from trainer.rights import island_rights
 from trainer.run import Run
-from trainer.strategies import TABLES_READ, decide
+from trainer.strategies import TABLES_READ, Decision, decide, is_python
 from trainer.talk import GivenMix
+from trainer.worth import MEMORY, Cycle, Worth, nothing_known, worth_by_regression, worth_by_telling
 
-TABLES_WEIGHED = (*TABLES_READ, "mixtures", "runs", "policies")
+TABLES_WEIGHED = (*TABLES_READ, "checkpoints", "mixtures", "runs", "policies")
 """Tables that a choice is made from."""
-_ANCHORS = ("aggressive", "conservative")
-"""Where mixes that are too much alike are moved to, island by island in turn: towards the best tiers, and towards the rest."""
+_AT_FLOOR = 1.5
+"""A weight of so many floors or less is taken to lie at the floor."""
+_MOST_SPREAD = 4.0
+"""Diversity of the mixes where nothing is known, as a multiple of what it is where all is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +49,7 @@ class NewestMix:
     weights: Mapping[str, float]
     round: int
     reason: str
+    parameters: str
 
 
 def newest_mixes(catalog: Catalog, run: str) -> dict[int, NewestMix]:
@@ -57,6 +62,7 @@ def newest_mixes(catalog: Catalog, run: str) -> dict[int, NewestMix]:
             weights={tier: row[f"weight_{tier.lower()}"] for tier in TIERS},
             round=row["round"],
             reason=row["reason"],
+            parameters=row["parameters"],
         )
         for row in catalog.rows(sql, [run])
     }
@@ -66,7 +72,7 @@ def read_histories(catalog: Catalog, run: str) -> dict[int, list[Feedback]]:
     """What the islands have told of late, the newest last."""
     sql = (
         "SELECT * FROM feedback WHERE run = ? "
-        f"QUALIFY row_number() OVER (PARTITION BY island ORDER BY sequence DESC) <= {HISTORY} ORDER BY island, sequence"
+        f"QUALIFY row_number() OVER (PARTITION BY island ORDER BY sequence DESC) <= {MEMORY} ORDER BY island, sequence"
     )
     histories: dict[int, list[Feedback]] = {}
     for row in catalog.rows(sql, [run]):
@@ -95,8 +101,10 @@ def choose_mix(
     known: Mapping[int, NewestMix | GivenMix] = {**recorded, **coming}
     present = known.get(island)
     before = present.strategy if present is not None else config.strategy_of(island)
-    after, why = _strategy(run, catalog, island, before)
+    histories = read_histories(catalog, run.name)
+    after, why = _strategy(run, catalog, island, before, histories)
     rights = island_rights(config, catalog, island).both
+    worth = worth_now(run, catalog, tier_version, histories)
     decision = decide(
         catalog if rights.everything else Catalog(run.store, tables=TABLES_READ, rights=rights),
         run=run.name,
@@ -105,25 +113,23 @@ def choose_mix(
         tier_version=tier_version,
         pool=config.pool,
         sequence=key[1],
-        previous=_previous(island, after, tier_version, (coming.get(island), recorded.get(island))),
+        previous=_previous(after, tier_version, (coming.get(island), recorded.get(island))),
+        worth=worth,
+        histories=histories,
     )
     reason = f"feedback {key[1]}, up to round {round_of_message(run, key[1])}"
     switch = Switch(before=before, after=after, why=why) if after != before else None
     if switch is not None:
         reason = f"{after} in place of {before}: {why}; {reason}"
-    weights, parameters = decision.weights, decision.parameters
-    if config.min_diversity > 0 and after == ADAPTIVE:
-        others = {number: mix.weights for number, mix in known.items() if number != island}
-        weights, moved = _kept_diverse(catalog, island, weights, others, config.min_diversity)
-        if moved:
-            reason += f"; towards {moved['anchor']}, since the islands' mixes are too much alike"
-            parameters = canonical_json({**json.loads(parameters), "kept_diverse": moved})
+    decision, towards = set_apart(config, catalog, island, after, decision, worth)
+    if towards is not None:
+        reason += f"; more {towards}, for islands to differ"
     mix = GivenMix(
         key=key,
         strategy=after,
         tier_version=tier_version,
-        weights=weights,
-        parameters=parameters,
+        weights=decision.weights,
+        parameters=decision.parameters,
         inputs=decision.inputs,
         reason=reason,
     )
@@ -131,48 +137,84 @@ def choose_mix(
 
 
 def _previous(
-    island: int, strategy: str, tier_version: int, mixes: tuple[NewestMix | GivenMix | None, ...]
+    strategy: str, tier_version: int, mixes: tuple[NewestMix | GivenMix | None, ...]
 ) -> Mapping[str, float] | None:
-    """What the island reads by, or will at its next edge; None: by another strategy, or of another tier version, so that it begins anew."""
+    """What the island reads by, or will at its next edge, but for what sets it apart from the others; None: by another strategy, or of another tier version, so
+    that it begins anew."""
     for mix in mixes:
         if mix is not None and mix.tier_version == tier_version:
-            return mix.weights if mix.strategy == strategy else None
+            spread: Mapping[str, Any] = json.loads(mix.parameters).get("spread", {})
+            return spread.get("mix", mix.weights) if mix.strategy == strategy else None
     return None
 
 
-def _strategy(run: Run, catalog: Catalog, island: int, before: str) -> tuple[str, str]:
+def worth_now(
+    run: Run, catalog: Catalog, tier_version: int, histories: Mapping[int, Sequence[Feedback]]
+) -> Worth | None:
+    """What the tiers are worth by all that the islands have gone through; None: there is nothing to compare an island with, so that it goes by its own message.
+
+    Args:
+        run: the run.
+        catalog: pins TABLES_WEIGHED.
+        tier_version: the tiers that it's asked of.
+        histories: what `read_histories` gave.
+    """
+    if run.config.online_influence:
+        return worth_by_telling(histories)
+    if run.config.feedback_epsilon > 0:
+        return worth_by_telling(histories)  # what the tables know of holdout losses is hidden under no noise
+    overlap = catalog.ask("tier_overlap", tier_version=tier_version, pool=run.config.pool).to_pylist()
+    kept = {row["tier_version"]: row["kept"] for row in overlap}
+    cycles = [Cycle.from_row(row, kept) for row in catalog.ask("cycle_losses", run=run.name).to_pylist()]
+    if len({cycle.island for cycle in cycles}) < 2 and run.config.num_islands < 2:
+        return None
+    return worth_by_regression(cycles) or nothing_known(len(cycles))
+
+
+def _strategy(
+    run: Run, catalog: Catalog, island: int, before: str, histories: Mapping[int, Sequence[Feedback]]
+) -> tuple[str, str]:
     """What an island is to read by, and why where that's another than it does."""
     asked, why = run.config.strategies[island % len(run.config.strategies)], "it may go on"
-    histories = read_histories(catalog, run.name)
     if asked == AUTO:
         asked, why = before, ""
         if found := reassign(island, before, histories):
             asked, why = found.strategy, found.why
     moves = catalog.rows("SELECT learning_rate > 0 AS moves FROM strategies WHERE strategy = ?", [asked])
-    if moves and moves[0]["moves"] and (found_trouble := trouble(histories.get(island, ()))):
+    moves_itself = is_python(asked) or (moves and moves[0]["moves"])
+    if moves_itself and (found_trouble := trouble(histories.get(island, ()))):
         return BALANCED, found_trouble
     return asked, why
 
 
-def _kept_diverse(
-    catalog: Catalog,
-    island: int,
-    weights: Mapping[str, float],
-    others: Mapping[int, Mapping[str, float]],
-    minimum: float,
-) -> tuple[Mapping[str, float], dict[str, Any]]:
-    """The mix, held apart from the others', and what that was worked out from; nothing where it stays."""
-    name = _ANCHORS[island % len(_ANCHORS)]
-    rows = catalog.rows("SELECT * FROM strategies WHERE strategy = ? AND weight_s IS NOT NULL", [name])
-    if not rows or not others:
-        return weights, {}
-    asked = {tier: rows[0][f"weight_{tier.lower()}"] * (weights[tier] > 0) for tier in TIERS}
-    total = sum(asked.values())
-    if total == 0:
-        return weights, {}
-    anchor = {tier: weight / total for tier, weight in asked.items()}
-    moved = kept_diverse(weights, list(others.values()), anchor, minimum)
-    if moved == dict(weights):
-        return weights, {}
-    told = {"anchor": name, "mix": dict(weights), "others": {str(i): dict(mix) for i, mix in others.items()}}
-    return moved, {**told, "minimum": minimum}
+def set_apart(
+    config: RunConfig, catalog: Catalog, island: int, strategy: str, decision: Decision, worth: Worth | None = None
+) -> tuple[Decision, str | None]:
+    """A decision on an adaptive mix, set apart from the other islands', and the tier that the island reads more of; where it stays as it is, none.
+
+    Each island reads more of a tier of its own, in turn, so that their mixes differ in every direction in which something is left to learn; tiers at their floor are known
+    to be bad, and left there. The less is known, the further they're apart. The record of the decision tells what it would be without.
+
+    Args:
+        config: of the run.
+        catalog: pins `strategies`.
+        island: its number.
+        strategy: that it reads by.
+        decision: on its mix.
+        worth: what is known of the tiers; None: nothing.
+    """
+    if strategy != ADAPTIVE or config.min_diversity == 0 or config.num_islands < 2:
+        return decision, None
+    rows = catalog.rows("SELECT weight_floor AS floor FROM strategies WHERE strategy = ?", [ADAPTIVE])
+    floor = rows[0]["floor"] if rows else 0.0
+    tried = [tier for tier in TIERS if decision.weights[tier] > _AT_FLOOR * floor]
+    if len(tried) < 2:
+        return decision, None
+    own = [tried[number % len(tried)] for number in range(config.num_islands)]
+    unknown = worth.unknown_share if worth is not None else 1.0
+    share = spread_share(decision.weights, own, config.min_diversity * (1 + (_MOST_SPREAD - 1) * unknown))
+    towards = own[island % len(own)]
+    spread = {"towards": towards, "share": share, "mix": dict(decision.weights)}
+    parameters = canonical_json({**json.loads(decision.parameters), "spread": spread})
+    weights = towards_tier(decision.weights, towards, share)
+    return replace(decision, weights=weights, parameters=parameters), towards

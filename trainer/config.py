@@ -120,12 +120,14 @@ class RunConfig:
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     """Nesterov momentum of the outer step."""
-    min_diversity: float = 0.0
-    """Least mean Jensen-Shannon divergence of the islands' mixes, nats: adaptive ones that come too near to the others' are held apart. 0: none."""
+    min_diversity: float = 0.01
+    """Mean Jensen-Shannon divergence that adaptive islands are set apart by at least, nats; the less is known, the further: what no island tries, none learns. 0: they aren't."""
+    feedback_rounds: int = 0
+    """Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle, which is P."""
     feedback_bytes: int = 0
     """Room for the changes in a feedback message, bytes: what tells most goes first, and nothing waits for ever; but a full message, one in 32, is whole. 0: no bound."""
     feedback_epsilon: float = 0.0
-    """Differential privacy of feedback: what all of an island's messages together may cost (ε), for one sequence of every outer cycle (privacy.py). 0: none."""
+    """Differential privacy of feedback: what all of an island's messages together may cost (ε), for one sequence of each message's rounds (privacy.py). 0: none."""
     feedback_delta: float = 1e-5
     """… and its δ."""
     feedback_clip: float = 1.0
@@ -202,6 +204,7 @@ class RunConfig:
             "micro_batch",
             "gate_norm",
             "gate_holdout",
+            "feedback_rounds",
             "feedback_bytes",
             "feedback_epsilon",
             "min_diversity",
@@ -211,6 +214,10 @@ class RunConfig:
         for name, low, high in (("grace", 0, 1), ("keep", 0, 1), ("gate_cosine", -1, 1)):
             if not low <= getattr(self, name) <= high:
                 raise UserError(f"{name} is {getattr(self, name)}; it must lie between {low} and {high}")
+        if self.feedback_epsilon > 0 and self.online_influence:
+            raise UserError(
+                "online_influence tells what sequences contribute, without noise; a run with feedback_epsilon goes without"
+            )
         if self.feedback_epsilon == math.inf:
             raise UserError("feedback_epsilon is inf; 0 is feedback without noise")
         if not 0 < self.feedback_delta < 1:
@@ -243,14 +250,19 @@ class RunConfig:
         return self.overlap_steps or max(1, self.sync_every // 2)
 
     @property
+    def told_rounds(self) -> int:
+        """Rounds that a feedback message is of."""
+        return self.feedback_rounds or self.num_fragments
+
+    @property
     def num_rounds(self) -> int:
         """Rounds of the whole run."""
         return self.steps // self.round_steps
 
     @property
-    def num_cycles(self) -> int:
-        """Outer cycles of the whole run, the last may be cut short: so many feedback messages an island has to tell."""
-        return -(-self.num_rounds // self.num_fragments)
+    def num_messages(self) -> int:
+        """Feedback messages that an island has to tell in the whole run; the last may be of fewer rounds."""
+        return -(-self.num_rounds // self.told_rounds)
 
     def weights_of(self, island: int) -> Mapping[str, float] | None:
         """The share of each group of an island, where the mix isn't one of the tiers."""

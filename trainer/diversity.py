@@ -27,28 +27,27 @@ def diversity(mixes: Sequence[Weights]) -> float:
     return math.fsum(pairs) / len(pairs) if pairs else 0.0
 
 
-def kept_diverse(mix: Weights, others: Sequence[Weights], anchor: Weights, minimum: float) -> dict[str, float]:
-    """The mix, moved no further towards an anchor than it takes for all mixes together to reach the minimum; the anchor itself where even that doesn't.
+def towards_tier(mix: Weights, tier: str, share: float) -> dict[str, float]:
+    """The mix, moved by a share of the way towards one that is half of it and half of one tier."""
+    return {name: (1 - share / 2) * weight + share / 2 * (name == tier) for name, weight in mix.items()}
+
+
+def spread_share(mix: Weights, towards: Sequence[str], minimum: float) -> float:
+    """The least share by which islands of one mix, each moved towards a tier of its own, are as diverse as is asked; 1 where even that doesn't reach it.
 
     Args:
-        mix: what the island would read.
-        others: what the other islands read.
-        anchor: a mix away from theirs.
-        minimum: least `diversity` of all, nats.
+        mix: what they all would read.
+        towards: the tier of each island.
+        minimum: least `diversity`, nats.
     """
 
-    def moved(share: float) -> dict[str, float]:
-        return {tier: (1 - share) * weight + share * anchor[tier] for tier, weight in mix.items()}
-
     def reaches(share: float) -> bool:
-        return diversity([moved(share), *others]) >= minimum
+        return diversity([towards_tier(mix, tier, share) for tier in towards]) >= minimum
 
-    if not others or reaches(0.0):
-        return dict(mix)
     if not reaches(1.0):
-        return moved(1.0)
-    low, high = 0.0, 1.0  # the least share may lie below where it isn't monotone; what is found reaches the minimum
+        return 1.0
+    low, high = 0.0, 1.0
     for _ in range(_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if reaches(middle) else (middle, high)
-    return moved(high)
+    return high

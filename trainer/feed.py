@@ -19,7 +19,7 @@ from manifests.cut import pin
 from manifests.errors import UserError
 from manifests.mds import read_index, shard_name
 from manifests.policy import that_may_be_read
-from manifests.schemas import TIERS
+from manifests.schemas import TABLES, TIERS
 from manifests.store import Store
 from trainer.carry import Counts, carry_over, pack_seen, unpack_seen
 from trainer.config import RunConfig
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 HOLDOUT = "holdout"
 _WATCHED = ("jobs", "views", "flags", "policies")
 """Tables that say that there's new data. A job's rows count once it stands in `jobs`."""
+_GROWING = frozenset({"consumption", "consumption_rounds", "events", "mixtures"})
+"""Tables that every round adds to, and no role reads to start."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,6 +178,11 @@ class Feed:
     def _versions(self) -> dict[str, int]:
         tables = pin(self._run.store, _WATCHED)
         return {name: table.version() for name, table in tables.items() if table is not None}
+
+
+def start_catalog(store: Store) -> Catalog:
+    """The tables that a role may need to start. To pin those that grow with every round is much of a start on a remote store."""
+    return Catalog(store, tables=TABLES.keys() - _GROWING)
 
 
 def open_stream(run: Run, catalog: Catalog, *, island: int, weights: Mapping[str, float]) -> MixedStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
@@ -141,6 +141,7 @@ def summarise_cycle(
     loss: float,
     holdout_loss: float,
     losses_by_tier: Mapping[str, Sequence[float]],
+    contributions_by_tier: Mapping[str, Sequence[float]],
     previous: Mapping[str, TierLoss],
     step_times_s: Sequence[float],
     upload_bps: float | None,
@@ -152,13 +153,15 @@ def summarise_cycle(
         loss: mean training loss of the cycle's last round.
         holdout_loss: measured at its end.
         losses_by_tier: loss of every sequence of the cycle, in order, by tier.
+        contributions_by_tier: what each of them has contributed to the descent of the holdout loss, where that is measured (online.py): then it's what
+            a tier's effectiveness is. Else that is the descent of the tier's own training loss.
         previous: what this function returned for the cycle before, or nothing.
         step_times_s: time of every inner step.
         upload_bps: of the cycle's outer gradients, bits per second; None: none went out.
         latency_s: of a small request; None: not measured.
     """
     rate, error = _log_slope(losses_by_tier)
-    return _compare(
+    message, losses = _compare(
         {tier: TierLoss.of(losses) for tier, losses in losses_by_tier.items() if losses},
         previous,
         convergence_rate=rate,
@@ -168,6 +171,14 @@ def summarise_cycle(
         upload_bps=upload_bps,
         latency_s=latency_s,
     )
+    contributed = {tier: TierLoss.of(sums) for tier, sums in contributions_by_tier.items() if sums}
+    if contributed:
+        message = replace(
+            message,
+            effectiveness={tier: contributed[tier].mean if tier in contributed else None for tier in TIERS},
+            effectiveness_error={tier: contributed[tier].error if tier in contributed else None for tier in TIERS},
+        )
+    return message, losses
 
 
 def summarise_told(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from manifests.catalog import Catalog
-from manifests.errors import ObjectMissing
+from manifests.errors import ObjectMissing, StoreUnreachable
 from manifests.jobs import canonical_json
 from manifests.questions import question
 from manifests.schemas import TIERS
@@ -42,10 +42,11 @@ from trainer.checkpoints import (
     messages_told,
     pack_island,
 )
-from trainer.drift import Drift, relative_distance
+from trainer.choice import set_apart
+from trainer.drift import Drift, Sent, relative_distance
 from trainer.engine import make_engine
-from trainer.errands import Inline, Lane
-from trainer.feed import Feed, holdout_tokens
+from trainer.errands import Inline, Lane, Patience
+from trainer.feed import Feed, holdout_tokens, start_catalog
 from trainer.feedback import SCALES, Feedback, summarise_cycle, summarise_told
 from trainer.members import claim_incarnation, is_told_to_leave, say_finished
 from trainer.messages import Teller, to_text
@@ -65,6 +66,8 @@ from trainer.wire import object_hash
 
 _MOST_UNTOLD = 8
 """Feedback messages that wait for an outer gradient to go with; older ones are given up."""
+_SAME_WEIGHT = 1e-9
+"""Weights that differ by less are the same: the stream scales them, and rounds."""
 Emit = Callable[[dict[str, Any]], None]
 """Takes a status: island, state, step, loss, tokens per second, mix."""
 
@@ -92,7 +95,7 @@ class Island:
         self.emit = emit
         self.metrics = metrics
         config = run.config
-        catalog = Catalog(run.store)
+        catalog = start_catalog(run.store)
         self.holdout = holdout_tokens(run, catalog)
         self.engine = make_engine(config, holdout_NL=self.holdout)
         self.anatomy = anatomy_of(run, self.engine.model)
@@ -242,6 +245,15 @@ class Island:
         # A branch begins at a merge that its parent's island may not have seen.
         self._install([r for r in self._follower.all_receipts() if r.version != self.drifts[r.fragment].version])
         self._receipts = [(0, followed.merge)] if whole is None else []
+        branch = self.run.branch
+        if (
+            whole is not None
+            and branch is not None
+            and whole["run"] != self.run.name
+            and self.island in branch.brought_back
+        ):
+            for drift in self.drifts.values():
+                self.engine.write(drift.bring_back())
         self._resend()
         self._take_again(resumption.since)
         if self.progress.round > 0 and self.feed.has_news():
@@ -256,8 +268,10 @@ class Island:
         """Sends again what a dead incarnation may not have sent; what is there stays as it is."""
         for number, drift in self.drifts.items():
             for round_, sent in drift.pending.items():
+                # A branch's island may have sent it in the run before: to its syncer it's this run's.
+                own = Sent(parts=sent.parts, said={**sent.said, "run": self.run.name})
                 self._keeper.send(
-                    Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
+                    Sending(fragment=number, round=round_, sent=own, shapes=self.anatomy.shapes_of(number))
                 )
 
     def _take_again(self, rows: list[dict[str, Any]]) -> None:
@@ -308,7 +322,9 @@ class Island:
         progress = self.progress
         progress.round, progress.step = row["round"], row["step"]
         progress.sequence = messages_told(self.run, progress.round)
-        progress.cycle_losses = {tier: [] for tier in TIERS}  # they're told of already, or not whole
+        # They're told of already, or not whole.
+        progress.cycle_losses = {tier: [] for tier in TIERS}
+        progress.cycle_contributions = {tier: [] for tier in TIERS}
         progress.tier_tokens = {tier: row[f"tokens_{tier.lower()}"] for tier in TIERS}
         self.mixture = Mixture.from_json(row["mixture"])
         self.feed.close()
@@ -335,11 +351,14 @@ class Island:
             drift.steps += 1
         contributions = stepped.contributions_BL.numpy() if stepped.contributions_BL is not None else None
         self._spans.record(progress.step, sequences, stepped.losses_BL.numpy(), contributions)
-        for sequence, loss in zip(sequences, stepped.losses_BL.mean(dim=1).tolist(), strict=True):
+        sums = contributions.sum(axis=1).tolist() if contributions is not None else [None] * len(sequences)
+        for sequence, loss, contributed in zip(sequences, stepped.losses_BL.mean(dim=1).tolist(), sums, strict=True):
             for tier, tokens in zip(sequence.columns.tiers, sequence.columns.tokens.tolist(), strict=True):
                 progress.tier_tokens[tier] += tokens
             if sequence.group in progress.cycle_losses:  # feedback speaks of tiers
                 progress.cycle_losses[sequence.group].append(loss)
+                if contributed is not None:
+                    progress.cycle_contributions[sequence.group].append(contributed)
         mean_loss = float(stepped.losses_BL.mean())
         seconds = time.monotonic() - began
         self._step_times.append(seconds)
@@ -349,14 +368,18 @@ class Island:
         return mean_loss
 
     def _next_sequence(self) -> Sequence:
-        try:
-            return self.feed.stream.next_sequence()
-        except ObjectMissing:
-            # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
-            if self.feed.is_as_it_was:
-                raise
-            self._take_new_data()
-            return self.feed.stream.next_sequence()
+        patience, has_refreshed = Patience(), False
+        while True:
+            try:
+                return self.feed.stream.next_sequence()
+            except StoreUnreachable as e:
+                patience.bear(e)  # without data there is no step; the stream stays where it was
+            except ObjectMissing:
+                # A shard goes within a round only where its documents are forgotten: the views know the one in its place.
+                if self.feed.is_as_it_was or has_refreshed:
+                    raise
+                self._take_new_data()
+                has_refreshed = True
 
     def _receive(self) -> None:
         """Puts merged fragments that have arrived under what the island has learned since (drift.py)."""
@@ -496,6 +519,12 @@ class Island:
             return None, False
         return self._sending(due, round_=self.progress.round, identity=identity), True
 
+    def _take_told(self) -> list[str]:
+        """The messages that haven't gone out yet, as they travel."""
+        told = [to_text(self._teller.tell(sequence, message.to_values())) for sequence, message in self._untold]
+        self._untold.clear()
+        return told
+
     def _sending(self, number: int, *, round_: int, identity: bytes) -> Sending | None:
         drift = self.drifts[number]
         if drift.steps == 0:
@@ -516,11 +545,8 @@ class Island:
             "steps": drift.steps,
             "step_time_s": round(statistics.median(self._step_times[-32:]), 6) if self._step_times else 0.0,
             "tier_version": self.feed.tier_version,
-            "feedback": [
-                to_text(self._teller.tell(sequence, message.to_values())) for sequence, message in self._untold
-            ],
+            "feedback": self._take_told(),
         }
-        self._untold.clear()
         sent = drift.send(parameters, round_=round_, wire=self.run.config.wire, said=said)
         return Sending(fragment=number, round=round_, sent=sent, shapes=self.anatomy.shapes_of(number))
 
@@ -585,6 +611,7 @@ class Island:
         progress = self.progress
         progress.sequence += 1
         losses, progress.cycle_losses = progress.cycle_losses, {tier: [] for tier in TIERS}
+        contributions, progress.cycle_contributions = progress.cycle_contributions, {tier: [] for tier in TIERS}
         known: dict[str, Any] = {
             "holdout_loss": measured,
             "previous": progress.tier_losses,
@@ -594,7 +621,9 @@ class Island:
         }
         self._step_times = []
         if self._budget is None:
-            message, progress.tier_losses = summarise_cycle(loss=loss, losses_by_tier=losses, **known)
+            message, progress.tier_losses = summarise_cycle(
+                loss=loss, losses_by_tier=losses, contributions_by_tier=contributions, **known
+            )
         elif progress.sequence <= self._budget.messages:
             message, progress.tier_losses = summarise_told(self._tell(losses, measured), **known)
         else:
@@ -623,7 +652,9 @@ class Island:
         given = self._given
         if given is None or given.tier_version != self.feed.tier_version or self.run.config.group_by:
             return
-        if dict(given.weights) != dict(self.mixture.weights):
+        weights = self.mixture.weights
+        moved = any(abs(weight - weights[tier]) > _SAME_WEIGHT for tier, weight in given.weights.items())
+        if moved or given.strategy != self.mixture.strategy:
             self._set_mix(Mixture(strategy=given.strategy, weights=given.weights))
             self._record_mixture(
                 given.reason,
@@ -647,6 +678,7 @@ class Island:
             return Mixture(strategy=f"by {config.group_by}", weights=weights), None
         strategy = config.strategy_of(self.island)
         decision = self._decide(strategy, tier_version=tier_version)
+        decision, _ = set_apart(config, Catalog(self.run.store, tables=TABLES_READ), self.island, strategy, decision)
         return Mixture(strategy=strategy, weights=decision.weights), decision
 
     def _decide(self, strategy: str, *, tier_version: int | None = None, **more: Any) -> Decision:

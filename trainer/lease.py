@@ -87,10 +87,10 @@ class Lease:
         return True
 
     def release(self) -> None:
-        """Gives the role back, so that the next one needn't wait."""
+        """Gives the role back, so that the next one needn't wait. Where the store can't be told, the lease lapses."""
         if self.term is not None:
-            self._store.put_content(self._path(self.term, "released"), b"")
-            self.term = None
+            term, self.term = self.term, None
+            self._store.put_content(self._path(term, "released"), b"")
 
     def holder(self) -> str | None:
         """Name of who holds the role by what lies in the store; None: nobody."""

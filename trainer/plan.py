@@ -12,7 +12,7 @@ from trainer.assignment import AUTO
 from trainer.config import RunConfig
 from trainer.feed import check_groups
 from trainer.privacy import feedback_budget
-from trainer.strategies import known_strategies
+from trainer.strategies import is_python, known_strategies, load_strategy
 
 
 def configure_run(store: Store, *, run: str, tier_version: int | None, **options: Any) -> RunConfig:
@@ -47,7 +47,9 @@ def configure_run(store: Store, *, run: str, tier_version: int | None, **options
     if config.group_by:
         check_groups(store, catalog, config)
     known = {row["strategy"] for row in catalog.rows("SELECT strategy FROM strategies")}
-    unknown = sorted(set(config.strategies) - known - {AUTO})
+    for name in filter(is_python, config.strategies):
+        load_strategy(name)
+    unknown = sorted(name for name in set(config.strategies) - known - {AUTO} if not is_python(name))
     if unknown:
         raise UserError(f"strategy {', '.join(unknown)} is not known; {known_strategies(catalog)}")
     return config

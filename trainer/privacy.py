@@ -1,6 +1,6 @@
 """Differential privacy of what an island tells of its training losses: clipped means, Gaussian noise, and what a run's messages cost together.
 
-What is protected is one sequence of every outer cycle: whoever reads an island's messages, and knows the parameters at every step and all other sequences, can tell
+What is protected is one sequence of the rounds of every message (an outer cycle, where nothing else is asked): whoever reads an island's messages, and knows the parameters at every step and all other sequences, can tell
 hardly better than before whether that sequence was this one or another of its tier. The bound is on what messages add to what the parameters show: those learn
 from every sequence, and who wants that bounded, too, needs a private optimiser (DP-SGD), which Atoll hasn't. Noise is drawn in double precision; what leaves is coarse
 multiples of what it was drawn for (messages.py).
@@ -66,9 +66,9 @@ def feedback_budget(config: RunConfig) -> Budget | None:
         epsilon=config.feedback_epsilon,
         delta=config.feedback_delta,
         clip=config.feedback_clip,
-        messages=config.num_cycles,
+        messages=config.num_messages,
         multiplier=noise_multiplier(
-            epsilon=config.feedback_epsilon, delta=config.feedback_delta, messages=config.num_cycles
+            epsilon=config.feedback_epsilon, delta=config.feedback_delta, messages=config.num_messages
         ),
     )
 

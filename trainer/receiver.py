@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from manifests.errors import AtollError, ObjectMissing
+from manifests.errors import AtollError, ObjectMissing, StoreUnreachable
+from trainer.errands import Patience
 from trainer.messages import Key
 from trainer.quantise import Tensors
 from trainer.run import Run
@@ -147,27 +148,36 @@ class Receiver(threading.Thread):
         self.leaving = threading.Event()
         """The island is to leave."""
         self.stopping = threading.Event()
+        self._looked_at = 0.0
 
     def run(self) -> None:
-        """Polls until told to stop; an error ends it and is kept for whoever asks."""
-        looked_at = 0.0
-        try:
-            while not self.stopping.is_set():
-                if receipts := self._follower.leap():
-                    self.arrived.put(receipts)
-                while receipts := self._follower.next_receipts():
-                    self.arrived.put(receipts)
-                    if self.stopping.is_set():
-                        return
-                if time.monotonic() - looked_at >= _NEWS_EVERY_S:
-                    looked_at = time.monotonic()
-                    if not self.news.is_set() and self._has_news():
-                        self.news.set()
-                    if not self.leaving.is_set() and self._is_told_to_leave():
-                        self.leaving.set()
-                self.stopping.wait(_POLL_S)
-        except AtollError as e:
-            self.error = e
+        """Polls until told to stop, through outages of the store; any other error ends it and is kept for whoever asks."""
+        patience = Patience()
+        while not self.stopping.is_set():
+            try:
+                try:
+                    self._look()
+                except StoreUnreachable as e:
+                    patience.bear(e, stopping=self.stopping)
+            except AtollError as e:
+                self.error = e
+                return
+            self.stopping.wait(_POLL_S)
+
+    def _look(self) -> None:
+        """Takes in the merges that there are, and now and then looks for the rest."""
+        if receipts := self._follower.leap():
+            self.arrived.put(receipts)
+        while receipts := self._follower.next_receipts():
+            self.arrived.put(receipts)
+            if self.stopping.is_set():
+                return
+        if time.monotonic() - self._looked_at >= _NEWS_EVERY_S:
+            self._looked_at = time.monotonic()
+            if not self.news.is_set() and self._has_news():
+                self.news.set()
+            if not self.leaving.is_set() and self._is_told_to_leave():
+                self.leaving.set()
 
     def take(self) -> list[Receipt]:
         """What has arrived since the last call, the newest of each fragment, by fragment.

@@ -17,6 +17,7 @@ import pyarrow as pa
 from manifests.consumption import append_consumption
 from trainer.checkpoints import Whole, commit_rounds
 from trainer.drift import Sent
+from trainer.errands import do_patiently
 from trainer.run import Run
 from trainer.tape import Shapes
 from trainer.wire import pack_parts
@@ -46,7 +47,7 @@ Errand = Callable[[], object]
 
 
 class RecordKeeper:
-    """Records of one island. The first thing that fails ends it: what comes after builds on it."""
+    """Records of one island. While the store can't be reached they wait; the first thing that fails ends it: what comes after builds on it."""
 
     def __init__(self, run: Run, island: int, *, incarnation: int, in_background: bool) -> None:
         self._run, self._island = run, island
@@ -54,7 +55,7 @@ class RecordKeeper:
         self._waiting: list[Round | Sending | Errand] = []
         self._busy = 0
         self._error: BaseException | None = None
-        self._unsent: dict[int, int] = {}
+        self._unsent: dict[int, set[int]] = {}
         self._changed = threading.Condition()
         self._closed = False
         self.bytes_up = 0
@@ -83,7 +84,7 @@ class RecordKeeper:
 
     def is_unsent(self, fragment: int) -> bool:
         """Whether an outer gradient of a fragment still waits."""
-        return self._unsent.get(fragment, 0) > 0
+        return bool(self._unsent.get(fragment))
 
     def take_upload_bps(self) -> float | None:
         """Median rate of the outer gradients that have gone out since the last call, bits per second; None: there were none."""
@@ -116,7 +117,7 @@ class RecordKeeper:
         self.check()
         with self._changed:
             if sending is not None:
-                self._unsent[sending.fragment] = self._unsent.get(sending.fragment, 0) + 1
+                self._unsent.setdefault(sending.fragment, set()).add(sending.round)
             self._waiting.append(item)
             self._changed.notify_all()
         if not self._in_background:
@@ -145,6 +146,16 @@ class RecordKeeper:
                     count += 1
             items, self._waiting = self._waiting[:count], self._waiting[count:]
             self._busy = len(items)
+        if self._in_background:
+            do_patiently(lambda: self._do(items))
+        else:
+            self._do(items)
+        with self._changed:
+            self._busy = 0
+            self._changed.notify_all()
+
+    def _do(self, items: list[Round | Sending | Errand]) -> None:
+        """Does them; safe to repeat: rounds are numbered, an outer gradient's name is taken once."""
         rounds = [item for item in items if isinstance(item, Round)]
         if rounds:
             self._commit(rounds)
@@ -153,9 +164,6 @@ class RecordKeeper:
         else:
             assert callable(items[0])
             items[0]()
-        with self._changed:
-            self._busy = 0
-            self._changed.notify_all()
 
     def _commit(self, rounds: list[Round]) -> None:
         spans = pa.concat_tables([one.spans for one in rounds])
@@ -175,4 +183,4 @@ class RecordKeeper:
         with self._changed:
             self.bytes_up += len(data)
             self._rates_bps.append(8 * len(data) / max(seconds, 1e-9))
-            self._unsent[sending.fragment] -= 1
+            self._unsent[sending.fragment].discard(sending.round)

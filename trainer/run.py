@@ -33,6 +33,10 @@ class Branch:
     """Number of the last merge that the branch keeps."""
     island_checkpoints: dict[str, str | None]
     """Island number → hex id of the parent run's checkpoint that it starts from; None: from the clean global state."""
+    plan: str = "replay"
+    """continue, damp, replay or restore: see remedies.py."""
+    brought_back: list[int] = dataclasses.field(default_factory=list)
+    """Islands that start on the global parameters: what they had learned and not merged is given up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,7 +99,7 @@ def load_run(store: Store, name: str, *, catalog: Catalog | None = None) -> Run:
     Raises:
         UserError: the store has none; the message names those that it has.
     """
-    catalog = catalog or Catalog(store)
+    catalog = catalog or Catalog(store, tables=("runs",))
     rows = catalog.rows("SELECT config, branch FROM runs WHERE run = ?", [name])
     if not rows:
         known = [row["run"] for row in catalog.rows("SELECT run FROM runs ORDER BY written_at")]

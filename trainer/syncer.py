@@ -17,6 +17,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
@@ -24,12 +25,12 @@ from typing import Any
 from torch import nn
 
 from manifests.catalog import Catalog
-from manifests.errors import AtollError, ObjectMissing, ObjectTaken
+from manifests.errors import AtollError, ObjectMissing, ObjectTaken, StoreUnreachable
 from manifests.schemas import TIERS
 from manifests.tables import append, open_table
 from trainer.checkpoints import checkpoint_id
-from trainer.errands import Inline, Lane
-from trainer.feed import holdout_tokens
+from trainer.errands import Inline, Lane, Patience
+from trainer.feed import holdout_tokens, start_catalog
 from trainer.feedback import SCALES
 from trainer.gate import GateRules, Judged, cosines_to_others, decide
 from trainer.lease import Lease
@@ -52,7 +53,7 @@ from trainer.tape import (
     snapshots,
     write_snapshot,
 )
-from trainer.wire import CorruptObject, object_hash, pack, pack_parts, unpack_parts
+from trainer.wire import CorruptObject, object_hash, pack, pack_parts, reread, unpack_parts
 
 _POLL_S = 0.05
 _MEMBERS_EVERY_S = 1.0
@@ -133,7 +134,7 @@ class Syncer:
         self.model: nn.Module = build_model(config)
         self._model_lock = threading.Lock()
         self.anatomy = anatomy_of(run, self.model)
-        self.holdout = holdout_tokens(run, Catalog(run.store))
+        self.holdout = holdout_tokens(run, start_catalog(run.store))
         self.state: GlobalState = replay(run, self.anatomy)
         self._inboxes = [Inbox() for _ in self.anatomy.fragments]
         self._cursors: dict[int, str] = {}
@@ -218,10 +219,10 @@ class Syncer:
                 self.run.store.list(self.run.outer_folder(island), after=self._cursors.get(island)),
                 key=lambda info: info.path,
             ):
-                self._cursors[island] = info.path
                 name = _NAME.fullmatch(PurePosixPath(info.path).name)
-                if name is None or int(name[2]) >= len(self._inboxes):
-                    continue
+                if name is None or int(name[2]) >= len(self._inboxes) or int(name[1]) > self.run.config.num_rounds + 1:
+                    continue  # no island's: what these send comes before it, and must not be taken for seen
+                self._cursors[island] = info.path
                 round_, number = int(name[1]), int(name[2])
                 if round_ <= self.state.fragments[number].merged_rounds.get(island, -1):
                     continue
@@ -239,6 +240,13 @@ class Syncer:
         return done
 
     def _read(self, number: int, island: int, round_: int, path: str) -> Arrived | CorruptObject:
+        try:
+            return self._read_sound(number, island, round_, path)
+        except CorruptObject as e:
+            return e
+
+    @reread
+    def _read_sound(self, number: int, island: int, round_: int, path: str) -> Arrived:
         shapes = self.anatomy.shapes_of(number)
         try:
             parts, said = unpack_parts(self.run.store.get(path), name=path, shapes=shapes)
@@ -249,10 +257,8 @@ class Syncer:
             if not (said.get("tokens", 0) > 0 and said.get("steps", 0) > 0):
                 raise CorruptObject(f"{path} says that no step was taken for it")
             return Arrived(path=path, gradient=dequantise(parts, shapes, said["wire"]), said=said)
-        except CorruptObject as e:
-            return e
         except (ValueError, KeyError) as e:
-            return CorruptObject(f"{path} is not an outer gradient of this fragment: {e}")
+            raise CorruptObject(f"{path} is not an outer gradient of this fragment: {e}") from e
 
     # Whether it's time.
 
@@ -692,14 +698,23 @@ class Steward:
         return self._lease.another_lives
 
     def serve(self) -> float | None:
-        """Stands by and holds the role whenever it's free.
+        """Stands by and holds the role whenever it's free. Cut off from the store, it gives the role up and stands by again.
 
         Returns:
             Holdout loss of the final global parameters, nats per token; None: told to stop before.
 
         Raises:
-            AtollError: the store is lost for longer than its retries, or the tape is damaged.
+            AtollError: the store is lost for longer than is borne (errands.py), or the tape is damaged.
         """
+        patience = Patience()
+        while True:
+            try:
+                return self._stand_by()
+            except StoreUnreachable as e:
+                self.emit({"state": "cut off"})
+                patience.bear(e, stopping=self.stopping)
+
+    def _stand_by(self) -> float | None:
         told: str | None = None
         while not self.stopping.is_set():
             loss = finished_loss(self.run)
@@ -747,6 +762,7 @@ class Steward:
         finally:
             over.set()
             thread.join()
-            self._lease.release()
+            with suppress(StoreUnreachable):
+                self._lease.release()
             if metrics is not None:
                 metrics.close()

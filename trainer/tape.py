@@ -23,7 +23,7 @@ from trainer.outer import Outer, Part, follow, merged_gradient, outer_step
 from trainer.quantise import Tensors, dequantise
 from trainer.run import Run
 from trainer.talk import Talk
-from trainer.wire import CorruptObject, object_hash, pack, unpack, unpack_parts
+from trainer.wire import CorruptObject, object_hash, pack, reread, unpack, unpack_parts
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -85,6 +85,7 @@ class GlobalState:
         return {name: value for fragment in self.fragments for name, value in fragment.outer.parameters.items()}
 
 
+@reread
 def read_merge(run: Run, anatomy: Anatomy, merge: int) -> tuple[Tensors, dict[str, Any]]:
     """A merge's parts and description.
 
@@ -104,6 +105,7 @@ def read_merge(run: Run, anatomy: Anatomy, merge: int) -> tuple[Tensors, dict[st
     return parts, description
 
 
+@reread
 def read_outer_gradient(run: Run, anatomy: Anatomy, said: Mapping[str, Any]) -> Tensors:
     """An outer gradient that a merge has named, as the syncer read it: the sum of what the island had sent for it."""
     shapes = anatomy.shapes_of(said["fragment"])
@@ -230,6 +232,7 @@ def _talk_of(loaded: Mapping[str, Any]) -> Talk:
     return Talk.from_json(loaded.get("talk", {}))  # none in a snapshot from before islands told anything here
 
 
+@reread
 def _read_description(run: Run, merge: int) -> dict[str, Any]:
     path = run.snapshot_path(merge)
     try:
@@ -241,6 +244,7 @@ def _read_description(run: Run, merge: int) -> dict[str, Any]:
     raise CorruptObject(f"{path} is a snapshot of run {loaded['run']} after merge {loaded['merge']}")
 
 
+@reread
 def _read_part(run: Run, entry: Mapping[str, str]) -> Tensors:
     data = run.store.get(entry["path"])
     if object_hash(data) != entry["hash"]:

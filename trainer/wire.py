@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, ParamSpec, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -14,9 +16,26 @@ import xxhash
 from manifests.errors import Failure
 from trainer.quantise import WIRES
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_READS = 4
+
 
 class CorruptObject(Failure):
     """An object's bytes are not what was written, or not of this kind. It must not be used."""
+
+
+def reread(read: Callable[P, R]) -> Callable[P, R]:
+    """Of a function that reads an object: reads it again where it comes damaged, since that may have happened on the way and not in the store."""
+
+    @functools.wraps(read)
+    def again(*arguments: P.args, **more: P.kwargs) -> R:
+        for _ in range(_READS - 1):
+            with suppress(CorruptObject):
+                return read(*arguments, **more)
+        return read(*arguments, **more)
+
+    return again
 
 
 def pack(tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any]) -> bytes:

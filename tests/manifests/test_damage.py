@@ -10,12 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from deltalake import TableFeatures, write_deltalake
+from deltalake.exceptions import DeltaError
 
 from manifests.catalog import Catalog
 from manifests.check import check
-from manifests.errors import AtollError, Failure, UserError
+from manifests.errors import AtollError, Failure, StoreUnreachable, UserError
 from manifests.log import history
 from manifests.store import MARKER, Store
+from manifests.table_errors import table_error
 from manifests.tables import append, create_store, open_store, open_table, read
 from manifests.upkeep import vacuum
 from tests.manifests.handmade import event
@@ -206,3 +208,25 @@ def test_a_lost_file_of_a_remote_store_is_named(s3_environment: str) -> None:
     with pytest.raises(Failure, match=f"data file {store.uri}/{path} is missing; restore it from a backup"):
         Catalog(store).query(QUERY)
     assert [item.finding for item in check(store, ["events"]).damages] == ["missing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        (
+            "Kernel error: Arrow error: External: Generic S3 error: Error performing GET "
+            + "x" * 300
+            + ": error sending request",
+            StoreUnreachable,
+        ),
+        ("Generic S3 error: Error performing GET in 5.2s, after 8 retries, max_retries: 8", StoreUnreachable),
+        ("Kernel error: Json error: expected value at line 1", Failure),
+    ],
+)
+def test_a_store_that_is_away_is_not_called_damaged(
+    text: str, kind: type[AtollError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    error = table_error(Store("s3://bucket/store"), "events", DeltaError(text))
+    assert type(error) is kind
+    assert ("damaged" in str(error)) is (kind is Failure)

@@ -19,7 +19,7 @@ from manifests.store import Store
 from manifests.tables import read
 from tests.faults import ROOT, Boundary, read_boundaries, run_cut
 from tests.manifests.few_writes import write
-from tests.s3_proxy import Cut, S3Proxy
+from tools.chaos.s3_proxy import Cut, S3Proxy
 
 MODULE = "tests.manifests.few_writes"
 Content = tuple[list[dict[str, Any]], dict[str, bytes]]

@@ -13,7 +13,7 @@ import pytest
 from manifests.errors import ObjectMissing, ObjectTaken, StoreUnreachable, UserError
 from manifests.probe import probe_store, require_sound
 from manifests.store import ObjectInfo, Store
-from tests.s3_proxy import Cut, S3Proxy
+from tools.chaos.s3_proxy import Cut, S3Proxy
 
 
 class Overwriting(Store):

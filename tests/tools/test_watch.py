@@ -263,7 +263,7 @@ def test_privacy_budget_is_shown_with_what_each_island_has_spent(
     store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = create_run(store, _config(feedback_epsilon=4.0))
-    assert (run.config.num_cycles, run.config.round_steps) == (8, 4)
+    assert (run.config.num_messages, run.config.round_steps) == (8, 4)
     budget = feedback_budget(run.config)
     assert budget is not None
     _checkpoint(run, 0, step=20, number=5)  # two messages, and half a cycle

@@ -244,3 +244,16 @@ def test_an_island_that_is_told_to_leave_stops_at_a_rounds_edge_and_comes_back(t
     back.train()
     tokens = Catalog(tiny_store).rows("SELECT sum(tokens)::BIGINT AS n FROM consumption WHERE island = 1")
     assert tokens == [{"n": 24 * run.config.batch_size * run.config.seq_len}]
+
+
+def test_an_object_of_no_round_that_a_run_has_silences_no_island(tiny_store: Store) -> None:
+    run = start_run(tiny_store, "r")
+    for name in ("00009000-0000.safetensors", "00000001-0099.safetensors", "zzz"):
+        tiny_store.put_new(f"{run.outer_folder(1)}/{name}", b"not an outer gradient")
+    islands = [Island(run, number, emit=silent, in_background=False) for number in range(2)]
+    syncer = _lockstep(run, islands)
+    for island in islands:
+        island.close()
+    rounds = {number: fragment.merged_rounds for number, fragment in enumerate(syncer.state.fragments)}
+    assert all(merged[0] == merged[1] <= run.config.num_rounds for merged in rounds.values())
+    syncer.close()

@@ -1,4 +1,4 @@
-"""Diversity of mixes: the divergence against scipy's, and the least move that keeps it."""
+"""Diversity of mixes: the divergence against scipy's, and the least move apart that keeps it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.spatial.distance import jensenshannon
 
 from manifests.schemas import TIERS
-from trainer.diversity import divergence, diversity, kept_diverse
+from trainer.diversity import divergence, diversity, spread_share, towards_tier
 
 _MIXES = st.lists(st.one_of(st.just(0.0), st.floats(1e-6, 1)), min_size=4, max_size=4).filter(lambda x: sum(x) > 1e-3).map(
     lambda x: {tier: weight / sum(x) for tier, weight in zip(TIERS, x, strict=True)}
@@ -36,26 +36,25 @@ def test_mixes_that_share_nothing_are_ln_2_apart_and_equal_ones_not_at_all() -> 
     assert diversity([_mix(1, 0, 0, 0)]) == 0
 
 
-@given(_MIXES, st.lists(_MIXES, min_size=1, max_size=3), _MIXES, st.floats(0, 0.3))
-def test_what_is_kept_reaches_the_minimum_where_the_anchor_does_and_is_a_mix(
-    mix: dict[str, float], others: list[dict[str, float]], anchor: dict[str, float], minimum: float
+@given(_MIXES, st.lists(st.sampled_from(TIERS), min_size=2, max_size=6), st.floats(1e-4, 0.3))
+def test_islands_are_spread_as_far_as_is_asked_and_no_further(
+    mix: dict[str, float], towards: list[str], minimum: float
 ) -> None:
-    kept = kept_diverse(mix, others, anchor, minimum)
-    assert sum(kept.values()) == pytest.approx(1)
-    if diversity([mix, *others]) >= minimum:
-        assert kept == mix
-    elif diversity([anchor, *others]) >= minimum:
-        assert diversity([kept, *others]) >= minimum
+    share = spread_share(mix, towards, minimum)
+    spread = [towards_tier(mix, tier, share) for tier in towards]
+    for one in spread:
+        assert sum(one.values()) == pytest.approx(1)
+        assert min(one.values()) >= 0
+    reached = diversity(spread)
+    if share < 1:
+        assert reached >= minimum
+        nearer = [towards_tier(mix, tier, share - 1e-4) for tier in towards]
+        assert share < 1e-4 or diversity(nearer) < minimum
     else:
-        assert kept == pytest.approx(anchor)
+        assert reached <= minimum + 1e-4
 
 
-def test_it_moves_no_further_than_it_must() -> None:
-    same, anchor = _mix(0.25, 0.25, 0.25, 0.25), _mix(1, 0, 0, 0)
-    kept = kept_diverse(same, [same], anchor, 0.01)
-    assert diversity([kept, same]) == pytest.approx(0.01, rel=1e-4)
-    assert kept["S"] > kept["A"] == kept["B"] == kept["C"] > 0
-
-
-def test_an_island_alone_reads_what_it_likes() -> None:
-    assert kept_diverse(_mix(1, 0, 0, 0), [], _mix(0, 1, 0, 0), 0.5) == _mix(1, 0, 0, 0)
+def test_a_spread_worked_out_by_hand() -> None:
+    # Halfway towards half S: 0.75 of each weight, and 0.25 more of S.
+    assert towards_tier(_mix(0.4, 0.4, 0.2, 0), "S", 0.5) == pytest.approx(_mix(0.55, 0.3, 0.15, 0))
+    assert spread_share(_mix(0.25, 0.25, 0.25, 0.25), ["S", "S"], 0.01) == 1.0

@@ -17,13 +17,22 @@ def _cycle(**more: Any) -> dict[str, Any]:
     return {
         "loss": 2.0, "holdout_loss": 2.5, "losses_by_tier": {"S": [3.0, 2.0, 1.0], "A": [4.0, 4.0], "B": [], "C": [1.0]},
         "previous": {tier: TierLoss(mean=mean, error=0.3) for tier, mean in {"S": 2.5, "A": 3.0, "B": 7.0}.items()},
-        "step_times_s": [0.1, 0.5, 0.2], "upload_bps": 1e6, "latency_s": 0.01,
+        "contributions_by_tier": {}, "step_times_s": [0.1, 0.5, 0.2], "upload_bps": 1e6, "latency_s": 0.01,
     } | more  # fmt: skip
 
 
 def test_effectiveness_is_each_tiers_descent_where_both_losses_are_known() -> None:
     message, _ = summarise_cycle(**_cycle())
     assert message.effectiveness == {"S": 0.5, "A": -1.0, "B": None, "C": None}
+
+
+def test_where_contributions_are_measured_they_are_the_effectiveness() -> None:
+    contributions = {"S": [0.1, 0.2, 0.3], "A": [0.0, 0.0], "B": [], "C": [-0.4]}
+    message, losses = summarise_cycle(**_cycle(contributions_by_tier=contributions))
+    assert message.effectiveness == {"S": pytest.approx(0.2), "A": 0.0, "B": None, "C": -0.4}
+    # S: the variance is 0.01, of three. Of one sequence alone nothing is known.
+    assert message.effectiveness_error == {"S": pytest.approx(0.1 / math.sqrt(3)), "A": 0.0, "B": None, "C": 0.4}
+    assert losses["S"].mean == 2.0
 
 
 def test_its_error_is_that_of_a_difference_of_two_means() -> None:

@@ -73,7 +73,7 @@ def test_what_is_spent_grows_to_the_budget_and_not_above() -> None:
     config = tiny_config("r", **PRIVATE)
     budget = feedback_budget(config)
     assert budget is not None
-    assert budget.messages == config.num_cycles == 6
+    assert budget.messages == config.num_messages == 6
     spent = [budget.spent(messages) for messages in range(8)]
     assert spent[0] == 0
     assert spent == sorted(spent)

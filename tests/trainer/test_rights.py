@@ -22,8 +22,9 @@ from trainer.feed import holdout_tokens, open_stream
 from trainer.island import Island
 from trainer.mixer import MixedStream
 from trainer.plan import configure_run
+from trainer.remedies import apply_rollback
 from trainer.rights import ReadableShards, island_rights, root_run
-from trainer.rollback import apply_rollback, plan_rollback
+from trainer.rollback import plan_rollback
 from trainer.run import Run, create_run
 
 LICENSES = ("MIT", "GPL-3.0", "unknown", "CC-BY-4.0")

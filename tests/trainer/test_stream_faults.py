@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from s3_proxy import Cut, S3Proxy
 
 from manifests.errors import AtollError, ObjectMissing, StoreUnreachable, UserError
 from manifests.mds import CorruptShard, object_path, read_index
 from manifests.store import Store
 from manifests.tables import create_store
 from tiny import PLACES, U32, TinyShard, doc_id, put_shards
+from tools.chaos.s3_proxy import Cut, S3Proxy
 from trainer.cache import ShardCache
 from trainer.stream import GroupStream
 

@@ -132,6 +132,22 @@ def test_4_one_mix_teaches_no_contrast_and_fewer_islands_than_tiers_not_all() ->
     assert np.linalg.matrix_rank(_design(few)) == K - 2
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.4])
+def test_4_leads_tell_what_tiers_are_worth_and_their_changes_dont(kept: float) -> None:
+    rng = np.random.default_rng(7)
+    worth, noise, cycles = rng.normal(size=K), 0.3, 60
+    design = _design(rng.dirichlet(np.ones(K), size=8))
+    lead = np.zeros((20_000, len(design)))
+    for _ in range(cycles):
+        before, lead = lead, kept * lead + design @ worth + noise * rng.normal(size=lead.shape)
+    inverse = np.linalg.pinv(design).T
+    along = worth - worth.mean()
+    assert (lead @ inverse).mean(axis=0) == pytest.approx(along / (1 - kept), abs=0.02)
+    changes = lead - before
+    assert (changes @ inverse).mean(axis=0) == pytest.approx(np.zeros(K), abs=0.03)
+    assert changes.var(axis=0).mean() == pytest.approx(2 * noise**2 / (1 + kept), rel=0.05)
+
+
 @pytest.mark.parametrize(("noise", "wins"), [(0.05, True), (3.0, False)])
 def test_4_moving_by_the_estimate_gains_what_is_said_and_loses_where_noise_is_above_the_signal(
     noise: float, wins: bool

@@ -23,6 +23,7 @@ from tools.output import STDERR
 from trainer.feedback import SCALES, Feedback
 from trainer.messages import Heard, Key, Levels, Teller, decode, levels_of, to_text
 from trainer.run import Run
+from trainer.syncer import Syncer
 from trainer.wire import unpack
 
 LINK_BPS = 0.84e9
@@ -153,7 +154,7 @@ def _train(size: Size, seed: int) -> list[Spoken]:
         return [_spoken(run, n, [line for line in lines if line["role"] == role]) for n, role in enumerate(roles)]
 
 
-def _report(seed: int, num_rounds: int, round_: int) -> None:
+def _report(seed: int, num_rounds: int, round_: int, syncer: Syncer) -> None:
     if round_ % 40 == 0:
         STDERR.print(f"  seed {seed}: round {round_} of {num_rounds}")
 

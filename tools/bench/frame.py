@@ -59,9 +59,14 @@ class Benchmark:
     """What a reader must know to read the figures rightly."""
 
 
-def run_benchmark(benchmark: Benchmark) -> None:
-    """Runs a benchmark from its command line."""
-    parser = argparse.ArgumentParser(prog=f"python -m tools.bench.{benchmark.name}", description=benchmark.question)
+def parser_of(name: str, question: str) -> argparse.ArgumentParser:
+    """The parser of a benchmark's command line, for one that has options of its own."""
+    return argparse.ArgumentParser(prog=f"python -m tools.bench.{name}", description=question)
+
+
+def run_benchmark(benchmark: Benchmark, *, parser: argparse.ArgumentParser | None = None) -> None:
+    """Runs a benchmark from its command line; `parser` has options that the benchmark reads itself."""
+    parser = parser or parser_of(benchmark.name, benchmark.question)
     parser.add_argument("--quick", action="store_true", help="a small version that ends within 55 s on two cores")
     parser.add_argument("--json", action="store_true", help="print one JSON object of named figures as the last line")
     parser.add_argument("--out", action="store_true", help=f"write docs/results/{benchmark.name}.md")

@@ -1,12 +1,13 @@
-"""A store ready to train on for a benchmark that asks nothing of the tiers: real text, tiers given by hand, shards. Scoring would take minutes and change nothing."""
+"""Stores ready to train on for benchmarks that ask nothing of the scores: real text, tiers given by hand, shards. Scoring would take minutes and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from manifests.catalog import Catalog
 from manifests.jobs import make_job
+from manifests.schemas import TIERS
 from manifests.store import Store
 from manifests.tables import create_store
 
@@ -40,14 +41,20 @@ def make_tiered_store(
     store = create_store(str(folder))
     ingest(store, [SourceSpec(uri=str(text), format="parquet", corpus=corpus)], holdout_share=holdout_share)
     train_tokenizer(store, Catalog(store), vocab_size=vocab_size)
-    job = make_job(store, "tier", config={}, inputs={})
-    same = {"tier_version": 1, "method": "in turn", "job": job.id}
     documents = Catalog(store).rows("SELECT doc_id FROM documents WHERE split = 'train' ORDER BY doc_id")
-    # One score for all of a tier: within it, their ids decide where documents lie.
-    places = [n % len(tiers) for n in range(len(documents))]
-    rows = [same | row | {"tier": tiers[at], "score": -float(at)} for at, row in zip(places, documents, strict=True)]
+    give_tiers(store, 1, {row["doc_id"]: tiers[n % len(tiers)] for n, row in enumerate(documents)})
+    shard(store, config=ShardConfig() if shard_bytes is None else ShardConfig(shard_bytes=shard_bytes))
+    return store
+
+
+def give_tiers(store: Store, tier_version: int, tiers: Mapping[bytes, str]) -> None:
+    """Makes a tier version by hand: the tier of every document of the split to train on. All of a tier have one score; within it, their ids decide where documents lie."""
+    job = make_job(store, "tier", config={"tier_version": tier_version}, inputs={})
+    same = {"tier_version": tier_version, "method": "by hand", "job": job.id}
+    rows = [
+        same | {"doc_id": doc_id, "tier": tier, "score": -float(TIERS.index(tier))}
+        for doc_id, tier in sorted(tiers.items())
+    ]
     job.append("tiers", rows, part=1)
     job.append("tier_versions", [same | {"parameters": "{}", "thresholds": "{}"}], part=1)
     job.commit({})
-    shard(store, config=ShardConfig() if shard_bytes is None else ShardConfig(shard_bytes=shard_bytes))
-    return store

@@ -6,20 +6,26 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.island import Island
     from trainer.metrics import Metrics
     from trainer.run import Run
     from trainer.syncer import Syncer
 
 
 def train_in_turn(
-    run: Run, *, metrics: Sequence[Metrics] = (), on_round: Callable[[int], None] = lambda round_: None
+    run: Run,
+    *,
+    metrics: Sequence[Metrics] = (),
+    on_round: Callable[[int, Syncer], None] | None = None,
+    island_class: type[Island] | None = None,
 ) -> Syncer:
     """Trains to the end: what a round sends is merged right after it, and received a round later.
 
     Args:
         run: its first fragments lie in the store, nobody has trained for it yet.
         metrics: told by each island; none: by no one.
-        on_round: told the number of every round that is over.
+        on_round: told the number of every round that is over, and the syncer as it is then.
+        island_class: what the islands are; None: Island.
 
     Returns:
         The syncer, for its state. Its run is over.
@@ -28,17 +34,22 @@ def train_in_turn(
     from trainer.syncer import Syncer
 
     islands = [
-        Island(run, number, emit=_ignore, metrics=metrics[number] if metrics else None, in_background=False)
+        (island_class or Island)(
+            run, number, emit=_ignore, metrics=metrics[number] if metrics else None, in_background=False
+        )
         for number in range(run.config.num_islands)
     ]
     syncer = Syncer(run, emit=_ignore, in_background=False)
-    for round_ in range(1, run.config.num_rounds + 1):
+    syncer.sweep()  # of a branch: what its islands had sent before
+    for round_ in range(1 + min(island.progress.round for island in islands), run.config.num_rounds + 1):
         for island in islands:
-            island.train_round()
+            if island.progress.round < round_:
+                island.train_round()
         for island in islands:
             island.receive_now()  # what was merged a round ago
         syncer.sweep()
-        on_round(round_)
+        if on_round is not None:
+            on_round(round_, syncer)
     for island in islands:
         island.finish()
         island.close()

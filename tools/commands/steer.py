@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import pyarrow as pa
@@ -9,7 +10,7 @@ import typer
 
 from manifests.errors import UserError
 from manifests.schemas import TIERS
-from tools.app import DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
+from tools.app import ASK, DEFAULT_STORE, KEEP, TRAIN, FormatOption, StoreOption, app, catalog_of, opened, parse_weights
 from tools.output import STDERR, Format, print_answer
 
 WhereOption = Annotated[
@@ -155,11 +156,19 @@ def set_strategy(
         str | None,
         typer.Option(help="Weights to start with, as S=.4,A=.4,B=.2,C=0; every tier by its size where not given."),
     ] = None,
-    learning_rate: Annotated[float, typer.Option(help="How fast effectiveness moves the weights; 0: they stay.")] = 0.0,
+    learning_rate: Annotated[
+        float,
+        typer.Option(
+            help="How fast effectiveness moves the weights: about the exponent of a tier that is certainly better; 0: they stay."
+        ),
+    ] = 0.0,
     weight_floor: Annotated[float, typer.Option(help="Least weight of a tier that has any.")] = 0.02,
     step_cap: Annotated[
         float, typer.Option(help="Largest change of a weight in one decision, as a share of it.")
     ] = 0.25,
+    exploration: Annotated[
+        float, typer.Option(help="Standard errors by which a tier is taken for better than it's known to be.")
+    ] = 0.0,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Set a strategy: a new edition that counts from the islands' next decision on. Earlier ones stay on record.
@@ -175,6 +184,7 @@ def set_strategy(
         learning_rate=learning_rate,
         weight_floor=weight_floor,
         step_cap=step_cap,
+        exploration=exploration,
         reason=reason,
     )
     append(opened(store), "strategies", [row])
@@ -183,3 +193,20 @@ def set_strategy(
 
 def _of_tiers(weights: dict[str, float]) -> dict[str, float]:
     return {tier.upper(): weight for tier, weight in weights.items()}
+
+
+@app.command(rich_help_panel=ASK)
+def trajectories(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN...", help="Names of runs.")],
+    out: Annotated[Path, typer.Option(help="The folder to write; it must not exist.")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Write the course of runs as Parquet files with a data card: mixes and their reasons, feedback, losses, events. No document is in it.
+
+    Example: atoll trajectories first second --out course
+    """
+    from tools.trajectories import export_trajectories
+
+    its_store = opened(store)
+    rows = export_trajectories(its_store, runs, out, about=f"From {its_store.uri}.")
+    STDERR.print(f"  {out}: " + ", ".join(f"{count:,} rows of {name}" for name, count in rows.items()), markup=False)

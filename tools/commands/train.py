@@ -127,10 +127,17 @@ def train(
     min_diversity: Annotated[
         float,
         typer.Option(
-            help="Least mean Jensen-Shannon divergence (nats) of the islands' mixes: adaptive ones are held apart; 0: none.",
+            help="Mean Jensen-Shannon divergence (nats) by which adaptive islands' mixes are set apart, so that they learn from each other; 0: they aren't.",
             rich_help_panel=_MIX,
         ),
-    ] = 0.0,
+    ] = 0.01,
+    feedback_rounds: Annotated[
+        int,
+        typer.Option(
+            help="Rounds between two feedback messages, each with a measurement on the holdout; 0: an outer cycle.",
+            rich_help_panel=_DILOCO,
+        ),
+    ] = 0,
     feedback_bytes: Annotated[
         int,
         typer.Option(
@@ -242,6 +249,7 @@ def train(
         outer_momentum=outer_momentum,
         gate_holdout=gate_holdout,
         min_diversity=min_diversity,
+        feedback_rounds=feedback_rounds,
         feedback_bytes=feedback_bytes,
         feedback_epsilon=feedback_epsilon,
         feedback_delta=feedback_delta,
@@ -394,9 +402,12 @@ def launch_run(store: Store, run_name: str, *, logger: str = "") -> None:
     from trainer.launch import launch, warm_up
     from trainer.run import load_run
     from trainer.tape import prepare_run
+    from trainer.undo import require_not_undone
 
-    run = load_run(store, run_name)
-    if Catalog(store).rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
+    catalog = Catalog(store)
+    run = load_run(store, run_name, catalog=catalog)
+    require_not_undone(catalog, run_name)
+    if catalog.rows("SELECT 1 FROM events WHERE run = ? AND kind = 'finished'", [run_name]):
         STDERR.print(f"run {run_name} has finished already; `atoll report --run {run_name}` shows it")
         return
     warm_up(run.config.num_islands, also=["tools.app", "tools.commands.train"])

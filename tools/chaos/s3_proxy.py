@@ -1,4 +1,4 @@
-"""A proxy in front of an S3 endpoint that counts write requests and calls back at each: to kill the writer there, or to lose a reply.
+"""A proxy in front of an S3 endpoint that counts write requests and calls back at each: to kill the writer there, to lose a reply, to refuse or spoil one.
 
 Bytes pass unchanged, the Host header too, so that the client's signature stays good. A request and its reply are read whole before they are
 passed on: what the callback sees as `before` has not reached the store, what it sees as `after` took effect and its writer doesn't know yet.
@@ -27,6 +27,10 @@ OnRead = Callable[[str], Literal["pass", "unavailable", "broken", "corrupt"]]
 """Called with the path of every GET request: whether its reply passes, is a 503, ends half-way, or has a bit flipped."""
 
 
+Refuses = Callable[[], bool]
+"""Called with every request: whether it is answered with a 503, and never reaches the store."""
+
+
 class Cut(Exception):
     """Raised by a callback: the connection ends here, neither request nor reply is passed on."""
 
@@ -34,7 +38,13 @@ class Cut(Exception):
 class S3Proxy:
     """A running proxy, as a context; `endpoint` is what its client takes for the S3 server."""
 
-    def __init__(self, upstream: str, on_write: OnWrite | None = None, on_read: OnRead | None = None) -> None:
+    def __init__(
+        self,
+        upstream: str,
+        on_write: OnWrite | None = None,
+        on_read: OnRead | None = None,
+        refuses: Refuses | None = None,
+    ) -> None:
         """Prepares a proxy for the server at `upstream`, an http:// address."""
         parsed = urlparse(upstream)
         assert parsed.scheme == "http"
@@ -43,10 +53,16 @@ class S3Proxy:
         """Method and path of every write request so far."""
         self._on_write = on_write
         self._on_read = on_read
+        self._refuses = refuses
         self._lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), _Connection)
         self._server.proxy = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The proxy's own host and port."""
+        return "127.0.0.1", int(self._server.server_address[1])
 
     @property
     def endpoint(self) -> str:
@@ -67,6 +83,8 @@ class S3Proxy:
     def pass_on(self, request: _Message) -> _Message:
         """Takes a request to the server and brings the reply, with the callbacks around it."""
         method, path, *_ = request.first_line.split(" ")
+        if self._refuses is not None and self._refuses():
+            return _UNAVAILABLE
         if method == "GET" and self._on_read is not None:
             return _spoilt(self._ask(request, method), self._on_read(path))
         if method not in _WRITING:
@@ -122,13 +140,16 @@ class _Message:
         return ""
 
 
+_UNAVAILABLE = _Message(head=b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", body=b"")
+
+
 def _spoilt(reply: _Message, how: Literal["pass", "unavailable", "broken", "corrupt"]) -> _Message:
     if how == "unavailable":
-        return _Message(head=b"HTTP/1.1 503 Slow Down\r\nContent-Length: 0\r\n\r\n", body=b"")
+        return _UNAVAILABLE
     middle = len(reply.body) // 2
     if how == "broken":
         return _Message(head=reply.head, body=reply.body[:middle], is_broken=True)
-    if how == "corrupt":
+    if how == "corrupt" and reply.body:
         flipped = bytes([reply.body[middle] ^ 1])
         return _Message(head=reply.head, body=reply.body[:middle] + flipped + reply.body[middle + 1 :])
     return reply
@@ -136,7 +157,7 @@ def _spoilt(reply: _Message, how: Literal["pass", "unavailable", "broken", "corr
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
-    block_on_close = False  # a client may keep its connection open for longer than the test
+    block_on_close = False  # a client may keep its connection open for longer than the proxy
     request_queue_size = 64
     proxy: S3Proxy
 
